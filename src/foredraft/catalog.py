@@ -1,0 +1,65 @@
+"""Names of every pluggable thing, as "module:attribute", resolved when first used.
+
+Third parties add theirs through the entry-point groups `foredraft.<group>`.
+"""
+
+import difflib
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from foredraft.core.errors import UnknownNameError
+
+_BUILT_IN: dict[str, dict[str, str]] = {
+    # Model-free drafters that need nothing built: factory(vocab_size, **options) -> Drafter.
+    "drafters": {
+        "prompt-lookup": "foredraft.ngram.prompt_lookup:PromptLookup",
+    },
+    # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, out, progress).
+    "builders": {
+        "ngram": "foredraft.ngram.table:build_ngram_table",
+    },
+    # What reads a draft checkpoint of each kind: load(path) -> Drafter.
+    "loaders": {
+        "causal-lm": "foredraft.models.causal_lm:load_causal_lm_drafter",
+        "ngram": "foredraft.ngram.table:load_ngram_table",
+    },
+    "losses": {
+        "forward_kl": "foredraft.distill.losses:forward_kl",
+        "hard_cross_entropy": "foredraft.distill.losses:hard_cross_entropy",
+        "tvd": "foredraft.distill.losses:total_variation",
+        "lk_hybrid": "foredraft.distill.losses:lk_hybrid",
+    },
+    "exporters": {
+        "transformers": "foredraft.export.transformers:export_transformers",
+    },
+}
+
+
+def names(group: str) -> list[str]:
+    """Return the known names of a group, sorted."""
+    return sorted({*_BUILT_IN[group], *(entry.name for entry in entry_points(group=f"foredraft.{group}"))})
+
+
+def resolve(group: str, name: str) -> Any:
+    """Return the thing that `name` stands for.
+
+    Raises:
+        UnknownNameError: no such name; the message lists the known ones and the nearest.
+    """
+    if name in _BUILT_IN[group]:
+        module, attribute = _BUILT_IN[group][name].split(":")
+        return getattr(import_module(module), attribute)
+    for entry in entry_points(group=f"foredraft.{group}"):
+        if entry.name == name:
+            return entry.load()
+    raise UnknownNameError(unknown_name_message(group.removesuffix("s"), name, names(group)))
+
+
+def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence for an unknown name: the known ones, and the nearest if one is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"Unknown {what} {name!r}. Known: {', '.join(known)}.{hint}"

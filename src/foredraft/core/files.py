@@ -1,0 +1,72 @@
+"""Files that are written whole or not at all, and folders that are never overwritten."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from foredraft.core.errors import OutputError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write; it takes the place of `path` when the block ends without an error."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        _flush(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it becomes `path` when the block ends without an error.
+
+    Raises:
+        OutputError: `path` exists and is not an empty folder, or the disk is full.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise OutputError(f"{path} exists already and is never overwritten: name another folder.")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        os.replace(partial, path)
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all; keys keep their order."""
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _explained(error: OSError, path: Path) -> OSError | OutputError:
+    if isinstance(error, OutputError):
+        return error
+    if error.errno == errno.ENOSPC:
+        return OutputError(f"No space left on the disk while writing {path}. Free some and run the same command again.")
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return OutputError(f"{path} cannot be written: {error.strerror}.")
+    return error

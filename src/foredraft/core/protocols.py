@@ -1,0 +1,161 @@
+"""What everything pluggable must offer. A class is one of these protocols or final."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from foredraft.core.law import SamplingLaw
+from foredraft.core.proposal import Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Text that the target wrote: a prompt followed by the tokens under test.
+
+    Attributes:
+        token_ids: Prompt and answer.
+        start: Index of the first answer token; >= 1, since a first token has no context.
+    """
+
+    token_ids: Int[Tensor, " tokens"]
+    start: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of answer tokens."""
+        return len(self.token_ids) - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedProbs:
+    """What a drafter gave to the tokens that the target emitted.
+
+    Either by position, where it does not matter where the block started ([answer]), or by block
+    start t and offset i ([answer, k]; entry (t, i) is about answer token t + i; entries past the
+    end hold 0 and False).
+
+    Attributes:
+        probs: draft(x) under the drafter's own law, in [0, 1]; 0 where there is no guess.
+        guessed: False where the drafter had no guess: the block ends there, not examined.
+    """
+
+    probs: Float[Tensor, "..."]
+    guessed: Bool[Tensor, "..."]
+
+    @property
+    def by_block_start(self) -> bool:
+        return self.probs.dim() == 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOutcome:
+    """What became of one block: the tokens it emitted and how many of them were draft tokens."""
+
+    proposal: Proposal
+    emitted: tuple[int, ...]
+    num_accepted: int
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses what the target will say next. Pure given its arguments: caches change speed only."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its laws; every proposed id is below it."""
+
+    @property
+    def law(self) -> SamplingLaw:
+        """The law it draws its own tokens from. Deterministic drafters say GREEDY."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights that one draft step reads; 0 without a model."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds while serving, caches of a request left out."""
+
+    def bind(self, law: SamplingLaw) -> "Drafter":
+        """Return the same drafter drawing from `law`, with caches of its own. Deterministic ones ignore it."""
+
+    def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
+        """Return at most k draft tokens (chain) that follow `context`; empty for no guess."""
+
+    def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
+        """Return, for each answer, what `propose` would have given to its tokens. No randomness.
+
+        Must equal propose: see tests/contract_drafter.py.
+        """
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that learns from what became of its blocks (dynamic caches, the adaptive drafter)."""
+
+    def observe(self, outcome: BlockOutcome) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """One answer written by a target, with what it said about each token.
+
+    Attributes:
+        token_ids: The answer, the stop token included if there was one.
+        logprobs: log target(token) under the sampling law (0 for greedy).
+        top_ids, top_logprobs: The most probable tokens of the *stored* law, by position.
+        tail_mass: Stored law's mass outside top_ids, in [0, 1].
+        finish_reason: "stop" or "length".
+    """
+
+    token_ids: Int[Tensor, " tokens"]
+    logprobs: Float[Tensor, " tokens"]
+    top_ids: Int[Tensor, "tokens top"]
+    top_logprobs: Float[Tensor, "tokens top"]
+    tail_mass: Float[Tensor, " tokens"]
+    finish_reason: str
+
+
+@runtime_checkable
+class Target(Protocol):
+    """The model whose output law must be kept."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights and configuration; changes when the target changes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its laws (columns of the head, padding rows included)."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that it can read."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens after which an answer ends, as the target's generation_config says."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def tokenizer_fingerprint(self) -> str: ...
+
+    def write(
+        self,
+        prompts: Sequence[Int[Tensor, " tokens"]],
+        law: SamplingLaw,
+        max_new_tokens: int,
+        top: int,
+        seeds: Sequence[int],
+        on_tokens: Callable[[int], None],
+    ) -> list[Continuation]:
+        """Answer a batch of prompts, one seed each; the same call gives the same answers."""

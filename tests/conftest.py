@@ -1,0 +1,27 @@
+"""Shared fixtures: tiny models on disk, made once a session."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import save_tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A four-layer Llama with a tokenizer of 259 tokens and 272 columns (13 padding rows)."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny-target")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A one-layer Llama of the same vocabulary: an ordinary transformers folder, no foredraft.json."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny-draft", num_layers=1, seed=1)
