@@ -8,7 +8,7 @@ the same.
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -70,7 +70,7 @@ class PromptSource(Settings):
     eval: int = Field(0, ge=0, description="Prompts that only score. Never overlaps train.")
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _one_source(self) -> "PromptSource":
         if bool(self.file) == bool(self.dataset):
             raise ValueError("give either file or dataset")
         return self
@@ -156,7 +156,7 @@ class Step(Settings):
     head: HeadStep | None = None
 
     @model_validator(mode="after")
-    def _one_key(self) -> Self:
+    def _one_key(self) -> "Step":
         if len(self.model_fields_set) != 1:
             raise ValueError(f"a step has exactly one of: {', '.join(_step_keys())}")
         return self
@@ -201,7 +201,7 @@ class Recipe(Settings):
     export: list[str] = ["transformers"]
 
     @model_validator(mode="after")
-    def _candidates_exist(self) -> Self:
+    def _candidates_exist(self) -> "Recipe":
         for name, steps in self.candidates.items():
             if not steps:
                 raise ValueError(f"candidate {name!r} has no step")
