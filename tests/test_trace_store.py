@@ -12,7 +12,7 @@ from foredraft.core.errors import OutputError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import MANIFEST, Trace, TraceWriter, open_trace, require_same
-from tests.traces import build_trace, trace_info, trace_row
+from tests.traces import build_trace, folder, trace_info, trace_row
 
 
 def random_rows(count: int, seed: int = 0, top: int = 4) -> list[TraceRow]:
@@ -196,7 +196,3 @@ def test_an_empty_folder_and_leftovers_of_a_kill_are_a_fresh_start(tmp_path: Pat
     TraceWriter.open(tmp_path, trace_info()).finish()
     assert os.listdir(tmp_path) == [MANIFEST]
     assert isinstance(open_trace(tmp_path), Trace)
-
-
-def folder(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}

@@ -50,8 +50,8 @@ def collect(
     num_done = len(writer.info.shards)
     if num_done < len(shards):
         _warn_of_ignored_settings(target, prompts)
-    most = [settings.max_new_tokens * sum(prompt.num_turns for prompt in shard) for shard in shards]
-    with progress.task(f"collecting {law}", sum(most), "tokens", done=sum(most[:num_done])) as task:
+    most = [float(settings.max_new_tokens * sum(prompt.num_turns for prompt in shard)) for shard in shards]
+    with progress.task(f"collecting {law}", sum(most), "tokens", done=sum(most[:num_done], 0.0)) as task:
         meter = _Meter(task)
         for shard, most_tokens in zip(shards[num_done:], most[num_done:], strict=True):
             rows = _answer(target, shard, settings, law, meter.count)
@@ -70,7 +70,7 @@ class _Meter:
 
     def count(self, tokens: int) -> None:
         self._tokens += tokens
-        self._task.advance(tokens)
+        self._task.advance(float(tokens))
         self._task.note(f"{self._tokens / (perf_counter() - self._start):.0f} tokens/s")
 
 
