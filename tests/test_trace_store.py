@@ -58,6 +58,15 @@ def test_answers_and_rows_without_tops_hold_the_same_tokens(tmp_path: Path) -> N
         assert answer.token_ids.tolist() == [*row.prompt_ids.tolist(), *row.answer_ids.tolist()]
 
 
+def test_a_sample_depends_on_ids_only(tmp_path: Path) -> None:
+    rows = random_rows(11)
+    one = build_trace(tmp_path / "a", rows).sample(4)
+    two = build_trace(tmp_path / "b", rows[::-1], batch_size=2).sample(4)
+    assert [row.id for row in one] == [row.id for row in two]
+    assert len({row.id for row in one}) == 4
+    assert {row.id for row in build_trace(tmp_path / "c", rows).sample(99)} == {row.id for row in rows}
+
+
 def test_same_rows_same_bytes_same_digest(tmp_path: Path) -> None:
     one, two = (build_trace(tmp_path / name, random_rows(9)) for name in ("a", "b"))
     assert one.digest == two.digest

@@ -35,23 +35,25 @@ def collect_all(folder: Path) -> Trace:
 
 def _make_deadly(die_at: int, pause: float) -> None:
     calls = -1
-    write_bytes = Path.write_bytes
 
-    def deadly(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
+    def deadly(operation: Callable[..., Any], begin: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **keywords: Any) -> Any:
             nonlocal calls
             calls += 1
             time.sleep(pause)
             if calls == die_at:
-                if operation is write_bytes:
-                    write_bytes(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                begin(*arguments, **keywords)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*arguments)
+            return operation(*arguments, **keywords)
 
         return counted
 
-    Path.write_bytes = deadly(write_bytes)  # type: ignore[method-assign]
-    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+    def half(operation: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda path, data, **keywords: operation(path, data[: len(data) // 2], **keywords)
+
+    Path.write_bytes = deadly(Path.write_bytes, half(Path.write_bytes))  # type: ignore[method-assign]
+    Path.write_text = deadly(Path.write_text, half(Path.write_text))  # type: ignore[method-assign]
+    os.fsync, os.replace = deadly(os.fsync, lambda _: None), deadly(os.replace, lambda *_: None)
 
 
 def _main() -> None:

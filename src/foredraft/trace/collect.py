@@ -151,7 +151,7 @@ def _answer(
         )
         for (i, context), continuation in zip(contexts.items(), continuations, strict=True):
             rows[i].append(_row(prompts[i], turn, context, continuation))
-            said[i].append(_text(target, continuation))
+            said[i].append(target.tokenizer.decode(continuation.token_ids, skip_special_tokens=True))
     return [row for own in rows for row in own]
 
 
@@ -179,11 +179,3 @@ def _row(prompt: Prompt, turn: int, context: Int[Tensor, " tokens"], continuatio
         tail_mass=continuation.tail_mass.float(),
         finish_reason=continuation.finish_reason,
     )
-
-
-def _text(target: Target, continuation: Continuation) -> str:
-    """Return an answer as it stands in the chat that follows: without the token that ended it."""
-    token_ids = continuation.token_ids.tolist()
-    if token_ids and token_ids[-1] in target.stop_ids:
-        token_ids.pop()
-    return target.tokenizer.decode(token_ids, skip_special_tokens=True)
