@@ -12,6 +12,8 @@ import torch
 from foredraft.core.errors import NonFiniteError, OutputError, PromptError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw, law_logprobs
 from foredraft.core.protocols import Continuation, Target
+from foredraft.models.loading import load_causal_lm
+from foredraft.models.target import LocalTarget
 from foredraft.recipe import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, render
@@ -224,3 +226,22 @@ def test_settings_that_the_template_ignores_warn(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         collect(MarkovTarget(), [prompt, ask("q", "y")], settings(), GREEDY, tmp_path / "t")
     assert "1 prompts, 'p' first, carry tools" in caplog.text
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_a_real_model_gives_what_teacher_forcing_gives(
+    tmp_path: Path, tiny_target_folder: Path, law: SamplingLaw
+) -> None:
+    target = LocalTarget(load_causal_lm(str(tiny_target_folder), dtype="float32"))
+    num_tokens = len(target.tokenizer)
+    trace = collect(target, [*some_prompts(), ask("talk", "hello", "and then?")], settings(), law, tmp_path / "t")
+    assert trace.info.dtype == "float32"
+    for row in trace.rows():
+        text = row.answer().token_ids
+        with torch.no_grad():
+            logits = target.model(text[None, :-1]).logits[0, row.answer().start - 1 :, :num_tokens]
+        emitted = law_logprobs(logits, law).gather(1, row.answer_ids[:, None]).squeeze(1)
+        stored = law_logprobs(logits, trace.info.stored_law).gather(1, row.top_ids.long())
+        torch.testing.assert_close(row.logprobs, emitted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(row.top_logprobs.float(), stored, atol=5e-3, rtol=2e-3)
+        assert int(row.top_ids.max()) < num_tokens

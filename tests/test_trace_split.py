@@ -101,6 +101,14 @@ def test_short_texts_that_differ_are_apart(one: str, other: str) -> None:
     assert len(set(near_duplicates([one, other]))) == 2
 
 
+def test_the_threshold_itself_is_near() -> None:
+    words = WORDS[:14]
+    whole, at, below = (" ".join(words[:length]) for length in (14, 11, 10))
+    assert (jaccard(whole, at), jaccard(whole, below)) == (0.7, 0.6)
+    assert len(set(near_duplicates([whole, at]))) == len(set(near_duplicates([at, whole]))) == 1
+    assert len(set(near_duplicates([whole, below]))) == 2
+
+
 def test_a_template_around_many_prompts_makes_them_no_duplicates() -> None:
     rng = random.Random(0)
     template = text_of(rng, 300)
