@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foredraft.acceptance.evaluate import acceptance_given
+from foredraft.acceptance.replay import acceptance_given_text, as_arrays, by_block_start
 from foredraft.core.law import SamplingLaw, token_logprobs
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Drafter
@@ -113,11 +113,13 @@ def _audit(
     seed: int,
 ) -> Audit:
     answers = [Answer(torch.cat((prompt, run.token_ids)), len(prompt)) for prompt, run in zip(prompts, literal, strict=True)]
-    emitted = [_emitted_logprobs(target.session(), answer, law) for answer in answers]
     generator = np.random.default_rng(seed)
     calls = np.zeros(_SIMULATIONS)
-    for accepts in acceptance_given(drafter, answers, emitted, k):
-        calls += _simulated_calls(accepts, k, generator)
+    for answer, emitted in zip(answers, drafter.replay(answers, k), strict=True):
+        probs, guessed = as_arrays(emitted)
+        target_probs = _emitted_logprobs(target.session(), answer, law).double().exp().numpy()
+        accepts = np.where(guessed, acceptance_given_text(probs, target_probs), 0.0)
+        calls += _simulated_calls(accepts if accepts.ndim == 2 else by_block_start(accepts, k, 0.0), k, generator)
     low, high = np.quantile(calls, [_DOUBT, 1 - _DOUBT]).tolist()
     speedup, speedup_low, speedup_high = _speedup(plain, literal, generator)
     return Audit(

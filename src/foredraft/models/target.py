@@ -14,10 +14,15 @@ from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
 from foredraft.core.protocols import Continuation
 from foredraft.models.head import Head
 from foredraft.models.kv_cache import KeyValueCache
-from foredraft.models.loading import LoadedModel
+from foredraft.models.loading import LoadedModel, load_causal_lm
 from foredraft.models.session import Session
 
 _PREFILL_TOKENS = 16384
+
+
+def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
+    """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
+    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code))
 
 
 @final
