@@ -63,7 +63,9 @@ def write_draft(path: Path, manifest: DraftManifest, fill: Callable[[Path], None
     """
     with whole_folder(path) as partial:
         fill(partial)
-        files = {str(file.relative_to(partial)): file_digest(file) for file in sorted(partial.rglob("*")) if file.is_file()}
+        files = {
+            str(file.relative_to(partial)): file_digest(file) for file in sorted(partial.rglob("*")) if file.is_file()
+        }
         manifest = replace(manifest, files=files, versions=_versions())
         write_json(partial / MANIFEST, {"schema": SCHEMA, **asdict(manifest)})
     return manifest

@@ -132,6 +132,10 @@ class Target(Protocol):
         """Digest of the weights and configuration; changes when the target changes."""
 
     @property
+    def dtype(self) -> str:
+        """What it computes in, such as float32; "unknown" for a server that does not say."""
+
+    @property
     def vocab_size(self) -> int:
         """Width of its laws (columns of the head, padding rows included)."""
 

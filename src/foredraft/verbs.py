@@ -1,0 +1,162 @@
+"""What each verb makes, from folders to folders. The pool chains them; the command line runs them alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from foredraft.catalog import names, resolve, unknown_name_message
+from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
+from foredraft.compress.prune import prune_layers
+from foredraft.compress.quantize import quantize_int8
+from foredraft.core.errors import ModelError, UnknownNameError, UserError, VocabMismatchError
+from foredraft.core.law import SamplingLaw
+from foredraft.core.progress import SILENT, Progress
+from foredraft.core.protocols import Answer, Drafter
+from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.train import distill
+from foredraft.models.causal_lm import CausalLMDrafter
+from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.head import NO_IDS
+from foredraft.models.loading import first_difference, load_causal_lm
+from foredraft.models.target import LocalTarget
+from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings
+from foredraft.trace.store import Trace
+
+CURVE = "curve.json"
+_CALIBRATION_ANSWERS = 32
+
+
+def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
+    """Write a draft of some of the target's layers; a trimmed head keeps the traces' most frequent tokens."""
+    layers = parse_layers(step.layers, target.model.config.num_hidden_layers)
+    head = rank_tokens(_answer_ids(traces), target.tokenizer, step.vocab) if step.vocab else NO_IDS
+    draft = init_from_target(target.model, layers, head)
+    return save_draft(draft, out, _extended(_blank(target, "causal-lm"), "init", step), target.tokenizer)
+
+
+def distill_draft(
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    step: DistillStep,
+    out: Path,
+    progress: Progress = SILENT,
+) -> DraftManifest:
+    """Train a draft on the target's own answers. A killed run goes on where it was."""
+    before = _manifest_for(source, target)
+    points = out.with_name(f".{out.name}.training")
+    result = distill(load_draft(source, "float32"), traces, step, target, points, progress)
+    manifest = replace(_extended(before, "distill", step), training_tokens=before.training_tokens + step.tokens)
+    written = save_draft(result.draft, out, manifest, target.tokenizer, {CURVE: result.curve_json()})
+    result.forget(points)
+    return written
+
+
+def prune_draft(
+    source: Path, target: LocalTarget, traces: Sequence[Trace], step: PruneStep, out: Path
+) -> DraftManifest:
+    """Cut layers out of a draft, those that change their input least first."""
+    sample = [answer for trace in traces for answer in islice(trace.answers(), _CALIBRATION_ANSWERS)]
+    draft = prune_layers(load_draft(source, "float32"), step.layers, step.by, sample)
+    return save_draft(draft, out, _extended(_manifest_for(source, target), "prune", step), target.tokenizer)
+
+
+def quantize_draft(source: Path, target: LocalTarget, step: QuantizeStep, out: Path) -> DraftManifest:
+    """Round the weights of a draft's body to 8 bits, one scale a row."""
+    return quantize_int8(source, out, _extended(_manifest_for(source, target), "quantize", step))
+
+
+def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> DraftManifest:
+    """Write the twin of a trimmed draft that computes every row of its head."""
+    draft = replace(load_draft(source), head_token_ids=NO_IDS)
+    return save_draft(draft, out, _extended(_manifest_for(source, target), "head", step), target.tokenizer)
+
+
+def build_ngram(
+    target: LocalTarget, traces: Sequence[Trace], step: NgramStep, out: Path, progress: Progress = SILENT
+) -> DraftManifest:
+    """Build a model-free drafter from what the target wrote."""
+    manifest = _extended(_blank(target, step.kind), "ngram", step)
+    return resolve("builders", step.kind)(_answer_ids(traces), target.vocab_size, step, manifest, out, progress)
+
+
+def needs_building(kind: str) -> bool:
+    """Return whether a model-free kind is built from text rather than made on the spot.
+
+    Raises:
+        UnknownNameError: no such kind.
+    """
+    known = [*names("builders"), *names("drafters")]
+    if kind not in known:
+        raise UnknownNameError(unknown_name_message("drafter kind", kind, known))
+    return kind in names("builders")
+
+
+def load_drafter(spec: str, target: LocalTarget, trust_remote_code: bool = False) -> Drafter:
+    """Return the drafter that `spec` names: a folder, a hub id, or `kind:option=value,...`.
+
+    Raises:
+        VocabMismatchError: it does not speak the target's tokens; the message names the first difference.
+        UnknownNameError: it is no folder and no known kind.
+    """
+    path = Path(spec)
+    kind, _, options = spec.partition(":")
+    if (path / MANIFEST).is_file():
+        return resolve("loaders", _manifest_for(path, target).kind)(path, target.dtype)
+    if kind in names("drafters"):
+        return resolve("drafters", kind)(target.vocab_size, **_options(options, spec))
+    if path.exists() or "/" in spec:
+        return _foreign_draft(spec, target, trust_remote_code)
+    message = unknown_name_message("drafter", spec, names("drafters"))
+    raise UnknownNameError(f"{message} A draft folder or a hub id will do too.")
+
+
+def _foreign_draft(spec: str, target: LocalTarget, trust_remote_code: bool) -> Drafter:
+    loaded = load_causal_lm(spec, target.dtype, trust_remote_code)
+    if loaded.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        difference = first_difference(loaded.tokenizer, target.tokenizer)
+        raise VocabMismatchError(f"{spec} does not speak the tokens of {target.name}: {difference}.")
+    return CausalLMDrafter(Draft(loaded.model), SamplingLaw(), target.vocab_size)
+
+
+def _manifest_for(source: Path, target: LocalTarget) -> DraftManifest:
+    if not (source / MANIFEST).is_file():
+        if not (source / "config.json").is_file():
+            raise ModelError(f"{source} is no draft: it has neither {MANIFEST} nor config.json.")
+        return _blank(target, "causal-lm")
+    manifest = read_manifest(source)
+    if (manifest.vocab_size, manifest.tokenizer_fingerprint) != (target.vocab_size, target.tokenizer_fingerprint):
+        raise VocabMismatchError(
+            f"{source} was made for {manifest.target} ({manifest.vocab_size} tokens, tokenizer "
+            f"{manifest.tokenizer_fingerprint[:8]}), not for {target.name} ({target.vocab_size} tokens, "
+            f"{target.tokenizer_fingerprint[:8]}). Make a draft from this target."
+        )
+    return manifest
+
+
+def _blank(target: LocalTarget, kind: str) -> DraftManifest:
+    return DraftManifest(kind, target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint)
+
+
+def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
+    done = {verb: step.model_dump(by_alias=True)}
+    parents = (manifest.digest,) if manifest.files else ()
+    return replace(manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={})
+
+
+def _answer_ids(traces: Sequence[Trace]) -> list[np.ndarray]:
+    return [row.answer_ids.numpy().astype(np.int32) for trace in traces for row in trace.rows(tops=False)]
+
+
+def _options(text: str, spec: str) -> dict[str, int | float | str]:
+    options = {}
+    for part in filter(None, text.split(",")):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise UserError(f"{spec}: {part!r} is no option; write kind:option=value,option=value.")
+        options[name] = yaml.safe_load(value)
+    return options
