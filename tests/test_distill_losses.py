@@ -68,7 +68,9 @@ def test_a_loss_is_smallest_at_the_target_itself(name: str) -> None:
     if name != "hard_cross_entropy":
         assert at_target.abs().max() < 1e-5
     for seed in range(5):
-        elsewhere = torch.nn.functional.pad(torch.randn(POSITIONS, VOCAB, generator=_generator(seed)), (0, 1), value=-1e30)
+        elsewhere = torch.nn.functional.pad(
+            torch.randn(POSITIONS, VOCAB, generator=_generator(seed)), (0, 1), value=-1e30
+        )
         assert loss(law, elsewhere.log_softmax(-1)).mean() > at_target.mean() + 0.05
 
 
@@ -80,7 +82,10 @@ def test_expected_gradient_vanishes_at_the_target(name: str) -> None:
     one = law[:1]
     total = sum(
         float(one.probs[0, token])
-        * loss(EventLaw(one.rows, one.probs, torch.tensor([token])), torch.nn.functional.pad(logits.log_softmax(-1), (0, 1), value=-1e30)).sum()
+        * loss(
+            EventLaw(one.rows, one.probs, torch.tensor([token])),
+            torch.nn.functional.pad(logits.log_softmax(-1), (0, 1), value=-1e30),
+        ).sum()
         for token in range(VOCAB)
     )
     (gradient,) = torch.autograd.grad(total, logits)

@@ -121,7 +121,12 @@ def pack(groups: Sequence[Group], row_of_token: Int[Tensor, " vocab"]) -> Pack:
         blocks.append(Block(start, start + len(tree.token_ids), tree.mask()))
         start = blocks[-1].end
     return Pack(
-        torch.cat(token_ids), torch.cat(position_ids), tuple(blocks), torch.cat(read), torch.cat(temperatures), _joined(laws)
+        torch.cat(token_ids),
+        torch.cat(position_ids),
+        tuple(blocks),
+        torch.cat(read),
+        torch.cat(temperatures),
+        _joined(laws),
     )
 
 
@@ -183,7 +188,9 @@ def _joined(laws: Sequence[EventLaw]) -> EventLaw:
     width = max(law.rows.shape[1] for law in laws)
     wide = [_widened(law, width) for law in laws]
     return EventLaw(
-        torch.cat([law.rows for law in wide]), torch.cat([law.probs for law in wide]), torch.cat([law.emitted for law in wide])
+        torch.cat([law.rows for law in wide]),
+        torch.cat([law.probs for law in wide]),
+        torch.cat([law.emitted for law in wide]),
     )
 
 

@@ -4,13 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.core.errors import RecipeError
-from foredraft.core.protocols import Answer
 from foredraft.models.draft import Draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.layers import keep_layers
@@ -73,7 +73,7 @@ def init_from_target(
     return Draft(keep_layers(target, layers, shared), head_token_ids)
 
 
-def rank_tokens(answers: Iterable[Answer], tokenizer: PreTrainedTokenizerBase, rows: int) -> Int[Tensor, " kept"]:
+def rank_tokens(answers: Iterable[np.ndarray], tokenizer: PreTrainedTokenizerBase, rows: int) -> Int[Tensor, " kept"]:
     """Return the rows of a trimmed head, increasing: the tokens that the target emits most often.
 
     Always holds every special and added token, and never fewer than `rows` tokens, unless the tokenizer
@@ -81,17 +81,17 @@ def rank_tokens(answers: Iterable[Answer], tokenizer: PreTrainedTokenizerBase, r
     vocabularies is that of frequency.
 
     Args:
-        answers: What the target wrote; only answer tokens count.
+        answers: Token ids that the target wrote.
         tokenizer: Names the special tokens, and the ids that are tokens and not padding.
         rows: Rows asked for; 0 keeps the whole head and returns an empty list.
     """
     if rows == 0:
         return NO_IDS
     num_tokens = len(tokenizer)
-    counts = torch.zeros(num_tokens, dtype=torch.long)
-    for answer in answers:
-        counts += answer.token_ids[answer.start :].bincount(minlength=num_tokens)
-    special = torch.tensor(sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}), dtype=torch.long)
-    counts[special] = torch.iinfo(torch.long).max
-    kept = counts.argsort(descending=True, stable=True)[: max(rows, len(special))]
-    return kept.sort().values
+    counts = sum(
+        (np.bincount(answer, minlength=num_tokens) for answer in answers), np.zeros(num_tokens, dtype=np.int64)
+    )
+    special = sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
+    counts[special] = np.iinfo(np.int64).max
+    kept = np.argsort(-counts, kind="stable")[: max(rows, len(special))]
+    return torch.from_numpy(np.sort(kept))

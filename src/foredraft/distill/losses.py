@@ -76,9 +76,7 @@ def forward_kl(
     return temperature**2 * (torch.xlogy(target, target) - target * draft_logprobs).sum(-1)
 
 
-def hard_cross_entropy(
-    law: EventLaw, draft_logprobs: Float[Tensor, "positions events"]
-) -> Float[Tensor, " positions"]:
+def hard_cross_entropy(law: EventLaw, draft_logprobs: Float[Tensor, "positions events"]) -> Float[Tensor, " positions"]:
     """Return -log draft(x) of the token x that the target emitted, in nats; in [0, inf).
 
     0, without a gradient, where the draft cannot say x.
@@ -99,9 +97,7 @@ def total_variation(law: EventLaw, draft_logprobs: Float[Tensor, "positions even
     return 1.0 - acceptance(law, draft_logprobs)
 
 
-def neg_log_acceptance(
-    law: EventLaw, draft_logprobs: Float[Tensor, "positions events"]
-) -> Float[Tensor, " positions"]:
+def neg_log_acceptance(law: EventLaw, draft_logprobs: Float[Tensor, "positions events"]) -> Float[Tensor, " positions"]:
     """Return -log sum min(target, draft) in nats, in [0, -log of the smallest positive float].
 
     0 only for equal laws. The clamp at the upper end has no gradient.
@@ -132,17 +128,25 @@ def acceptance(law: EventLaw, draft_logprobs: Float[Tensor, "positions events"])
 
 def weighted_loss(weights: Mapping[str, float], temperature: float) -> Loss:
     """Return the weighted sum of losses by their catalog names; those that take a temperature get it."""
-    terms = []
-    for name, weight in weights.items():
-        loss = resolve("losses", name)
-        if "temperature" in inspect.signature(loss).parameters:
-            loss = partial(loss, temperature=temperature)
-        terms.append((weight, loss))
+    terms = [
+        (
+            weight,
+            partial(resolve("losses", name), temperature=temperature)
+            if takes_temperature(name)
+            else resolve("losses", name),
+        )
+        for name, weight in weights.items()
+    ]
 
     def total(law: EventLaw, draft_logprobs: Float[Tensor, "positions events"]) -> Float[Tensor, " positions"]:
         return torch.stack([weight * loss(law, draft_logprobs) for weight, loss in terms]).sum(0)
 
     return total
+
+
+def takes_temperature(name: str) -> bool:
+    """Return whether the catalog's loss `name` softens laws."""
+    return "temperature" in inspect.signature(resolve("losses", name)).parameters
 
 
 @dataclass(frozen=True, slots=True)

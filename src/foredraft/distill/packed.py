@@ -27,7 +27,9 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     AttentionInterface.register(_NAME, _attend)
     model.set_attn_implementation(_NAME)
     if model.config._attn_implementation != _NAME:
-        raise ModelError(f"{type(model).__name__} does not let its attention be replaced; such models cannot be trained.")
+        raise ModelError(
+            f"{type(model).__name__} does not let its attention be replaced; such models cannot be trained."
+        )
     try:
         yield
     finally:
@@ -54,7 +56,9 @@ def _attend(
 ) -> tuple[Float[Tensor, "1 tokens heads width"], None]:
     lengths = [block.end - block.start for block in blocks]
     if sliding_window is not None and max(lengths) > sliding_window:
-        raise ModelError(f"A text of {max(lengths)} tokens is longer than the model's attention window, {sliding_window}.")
+        raise ModelError(
+            f"A text of {max(lengths)} tokens is longer than the model's attention window, {sliding_window}."
+        )
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     outputs = [

@@ -66,9 +66,12 @@ class ResumePoint:
     curve: tuple[CurvePoint, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
 
-    @property
-    def rate_factor(self) -> float:
-        return self.rollbacks[-1].rate_factor if self.rollbacks else 1.0
+
+def forget_points(folder: Path) -> None:
+    """Remove the points of a training whose draft is saved; nothing else may be in the folder."""
+    (folder / _FILE).unlink(missing_ok=True)
+    if folder.is_dir():
+        folder.rmdir()
 
 
 def save_point(point: ResumePoint, folder: Path, key: str) -> None:
@@ -100,8 +103,8 @@ def load_point(folder: Path, key: str) -> ResumePoint | None:
             metadata = stored.metadata()
             if metadata["key"] != key:
                 raise CheckpointError(
-                    f"{file} belongs to a training {metadata['key']} with another draft, trace or settings; this one is "
-                    f"{key}. Delete it, or name another folder."
+                    f"{file} belongs to training {metadata['key']}, of another draft, trace or settings; this "
+                    f"one is {key}. Delete it, or name another folder."
                 )
             state = json.loads(metadata["state"])
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118

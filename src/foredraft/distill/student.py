@@ -38,7 +38,9 @@ class Student:
         weights: What learns, by name.
     """
 
-    def __init__(self, model: PreTrainedModel, head: Float[Tensor, "rows hidden"], row_of_token: Int[Tensor, " vocab"]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, head: Float[Tensor, "rows hidden"], row_of_token: Int[Tensor, " vocab"]
+    ) -> None:
         """Take over a model that nobody else uses, and the head's rows; see `of`."""
         frozen = {id(module.weight) for module in _embeddings(model)}
         self.model = model

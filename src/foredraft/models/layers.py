@@ -61,7 +61,9 @@ def _stack_name(model: PreTrainedModel) -> str:
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if len(stacks) != 1:
-        raise ModelError(f"{type(model).__name__} does not keep its {count} layers in one list; only such models can be cut.")
+        raise ModelError(
+            f"{type(model).__name__} does not keep its {count} layers in one list; only such models can be cut."
+        )
     return stacks[0]
 
 
