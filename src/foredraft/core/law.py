@@ -103,8 +103,13 @@ def sample_index(probs: Float[Tensor, " vocab"], uniform: float) -> int:
 
     Never returns a token of probability zero.
     """
-    cumulative = probs.double().cumsum(0)
-    threshold = uniform * float(cumulative[-1])
-    index = int(torch.searchsorted(cumulative, torch.tensor(threshold, dtype=torch.float64), right=True))
-    last_positive = int(probs.nonzero()[-1])
-    return min(index, last_positive)
+    return int(sample_indices(probs[None], torch.tensor([uniform], dtype=torch.float64))[0])
+
+
+def sample_indices(probs: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """Return `sample_index` of each row, with one uniform in [0, 1) each."""
+    cumulative = probs.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding may put a threshold on the total itself, which no interval holds.
+    thresholds = (uniforms.to(cumulative)[:, None] * total).minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
