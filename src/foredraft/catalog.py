@@ -30,6 +30,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hard_cross_entropy": "foredraft.distill.losses:hard_cross_entropy",
         "tvd": "foredraft.distill.losses:total_variation",
         "lk_hybrid": "foredraft.distill.losses:lk_hybrid",
+        "neg_log_acceptance": "foredraft.distill.losses:neg_log_acceptance",
     },
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
