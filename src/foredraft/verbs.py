@@ -1,7 +1,7 @@
 """What each verb makes, from folders to folders. The pool chains them; the command line runs them alone."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Drafter
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft, load_draft, save_draft
@@ -26,7 +27,6 @@ from foredraft.models.target import LocalTarget
 from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings
 from foredraft.trace.store import Trace
 
-CURVE = "curve.json"
 _CALIBRATION_ANSWERS = 32
 
 
@@ -39,20 +39,17 @@ def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out
 
 
 def distill_draft(
-    source: Path,
-    target: LocalTarget,
-    traces: Sequence[Trace],
-    step: DistillStep,
-    out: Path,
-    progress: Progress = SILENT,
+    source: Path, target: LocalTarget, traces: Sequence[Trace], step: DistillStep, out: Path, progress: Progress = SILENT
 ) -> DraftManifest:
     """Train a draft on the target's own answers. A killed run goes on where it was."""
     before = _manifest_for(source, target)
     points = out.with_name(f".{out.name}.training")
-    result = distill(load_draft(source, "float32"), traces, step, target, points, progress)
-    manifest = replace(_extended(before, "distill", step), training_tokens=before.training_tokens + step.tokens)
-    written = save_draft(result.draft, out, manifest, target.tokenizer, {CURVE: result.curve_json()})
-    result.forget(points)
+    distilled = distill(load_draft(source, "float32"), traces, step, target, points, progress)
+    seen = before.training_tokens + distilled.training_tokens
+    curve = tuple(asdict(point) for point in distilled.curve)
+    manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=curve)
+    written = save_draft(distilled.draft, out, manifest, target.tokenizer)
+    forget_points(points)
     return written
 
 
@@ -145,7 +142,7 @@ def _blank(target: LocalTarget, kind: str) -> DraftManifest:
 def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
     done = {verb: step.model_dump(by_alias=True)}
     parents = (manifest.digest,) if manifest.files else ()
-    return replace(manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={})
+    return replace(manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={}, curve=())
 
 
 def _answer_ids(traces: Sequence[Trace]) -> list[np.ndarray]:
