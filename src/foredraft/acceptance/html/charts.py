@@ -10,6 +10,7 @@ from foredraft.acceptance.wording import Figure, shortened
 
 LETTER = 6.3  # mean width of a label's letter, in pixels
 LABEL_GAP = 14.0
+MOST_DOTS = 16  # a line of more points shows none
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def _line(plot: Frame, line: Line, text: Callable[[float], str]) -> Element:
     group = element("g", class_=f"line c{line.colour}")
     path = " ".join(f"{plot.x(x):.1f},{plot.y(figure.value):.1f}" for x, figure in line.points)
     extend(group, element("title", f"{line.name}: {text(last.value)} at {last_x:g}"), element("polyline", points=path))
-    if line.colour:
+    if line.colour and len(line.points) <= MOST_DOTS:
         for x, figure in line.points:
             emphasised = x == line.mark
             dot = element("circle", cx=plot.x(x), cy=plot.y(figure.value), r=4.2 if emphasised else 2, class_="dot")
