@@ -117,7 +117,7 @@ def _score(acceptance: float, decay: float, width: float, generator: random.Rand
         "mean_tokens_per_call": tokens,
         "interval": {
             "expected_acceptance": [max(acceptance - width, 0.0), acceptance + width],
-            "mean_tokens_per_call": {k: [v - 1.6 * width * (v - 1), v + 1.6 * width * (v - 1)] for k, v in tokens.items()},
+            "mean_tokens_per_call": {k: [v - 2 * width * (v - 1), v + 2 * width * (v - 1)] for k, v in tokens.items()},
         },
     }  # fmt: skip
 

@@ -154,10 +154,8 @@ def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], t
     """
     for x, y, text, colour in points:
         width = LETTER * len(text)
-        places = [
-            (x + 8 + reach, y + 4 + drop) for reach in (0, 12) for drop in (0, -13, 13, -26, 26, -39, 39, -52, 52)
-        ]
-        places += [(x - 8 - width, y + 4 + drop) for drop in (0, -13, 13, -26, 26)]
+        sides = (x + 8, x - 8 - width)
+        places = [(left, y + 4 + drop) for drop in (0, -13, 13, -26, 26, -39, 39, -52, 52) for left in sides]
         boxes = [(left, base - 10, left + width, base + 3) for left, base in places]
         fits = [box for box in boxes if _inside(plot, box) and not any(_overlap(box, other) for other in taken)]
         box = fits[0] if fits else boxes[0]

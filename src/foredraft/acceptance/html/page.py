@@ -28,7 +28,7 @@ MEANINGS = (
     ("acceptance by position", "How often draft token i was accepted, given that all before it in the block were."),
     ("tokens per call", "Tokens emitted / target calls, bonus token included, a ratio of sums. Plain decoding is 1."),
     ("cost ratio", "Measured time of one draft step / time of one target step of one token."),
-    ("predicted speedup", "Tokens per call / time of a block in target steps: k draft steps and verifying k + 1 positions."),
+    ("predicted speedup", "Tokens per call / block time in target steps: k draft steps, then k + 1 positions verified."),
     ("best k", "The draft length of the largest predicted speedup; a large dot in the plot."),
     ("measured speedup", "Wall clock, plain / speculative decoding: same engine, same prompts, taken in turns."),
     ("break-even", "Drafting can pay for some k only where acceptance exceeds the cost ratio."),

@@ -25,7 +25,7 @@ class Paper:
 
 
 WIDE = Paper(560, 350, 158, 24)
-NARROW = Paper(326, 290, 100, 14)
+NARROW = Paper(326, 290, 100, 18)
 
 
 def colours_of(names: Iterable[str], taken: Mapping[str, int] | None = None) -> dict[str, int]:
