@@ -235,7 +235,7 @@ def _paired(entry: Mapping[str, Any]) -> PairedDifference:
 def _law_label(law: object) -> str:
     if isinstance(law, Mapping):
         return str(SamplingLaw(_float(law["temperature"]), int(law.get("top_k") or 0), float(law.get("top_p") or 1.0)))
-    return str(SamplingLaw(float(law))) if isinstance(law, int | float) else _text(law)
+    return str(SamplingLaw(float(law))) if isinstance(law, (int, float)) else _text(law)
 
 
 def _described(value: object) -> str:
@@ -256,7 +256,7 @@ def _figure(value: object, bounds: Sequence[object] | None) -> Figure:
 
 
 def _float(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _rank(drafter: Standing) -> float:

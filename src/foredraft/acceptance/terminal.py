@@ -23,6 +23,7 @@ from foredraft.acceptance.wording import (
 )
 
 KIND_LETTERS = 13
+CHOSEN = "*"
 NO_FIGURE = "\N{EN DASH}"
 
 
@@ -49,6 +50,7 @@ def _law_table(law: LawStandings, choice: Choice) -> Table:
         title=Text(f"{law.label}, by predicted speedup at the best k", style="bold"),
         title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
     )  # fmt: skip
+    table.add_column("", no_wrap=True)
     table.add_column("drafter", overflow="fold")
     table.add_column("kind", no_wrap=True, style="dim")
     for heading in ("accepted", "k", "tokens\n/call", "cost\nratio", "predicted\nspeedup", "measured\nspeedup", "size"):
@@ -62,7 +64,8 @@ def _law_table(law: LawStandings, choice: Choice) -> Table:
 def _cells(drafter: Standing, chosen: bool) -> list[str]:
     accepted, predicted = drafter.score.expected_acceptance, drafter.predicted_at_best
     return [
-        ("* " if chosen else "  ") + drafter.name,
+        CHOSEN if chosen else "",
+        drafter.name,
         shortened(drafter.kind, KIND_LETTERS),
         _figure(f"{percent(accepted.value)} {percent_interval(accepted):>6}".rstrip()),
         str(drafter.best_k or NO_FIGURE),

@@ -28,7 +28,7 @@ MEANINGS = (
     ("acceptance by position", "How often draft token i was accepted, given that all before it in the block were."),
     ("tokens per call", "Tokens emitted / target calls, bonus token included, a ratio of sums. Plain decoding is 1."),
     ("cost ratio", "Measured time of one draft step / time of one target step of one token."),
-    ("predicted speedup", "Tokens per call / block time in target steps: k draft steps, then k + 1 positions verified."),
+    ("predicted speedup", "Tokens per call / block time in target steps: k draft steps, k + 1 positions verified."),
     ("best k", "The draft length of the largest predicted speedup; a large dot in the plot."),
     ("measured speedup", "Wall clock, plain / speculative decoding: same engine, same prompts, taken in turns."),
     ("break-even", "Drafting can pay for some k only where acceptance exceeds the cost ratio."),
@@ -131,6 +131,8 @@ def _key_figure(what: str, value: str, bounds: str) -> Element:
 
 def _leaderboards(reading: Reading, colours: Colours) -> Element:
     about = "Sorted by predicted speedup at each drafter's best k. The line at 1x is plain decoding."
+    if any(len(law.drafters) > tables.TALL for law in reading.laws):
+        about += " Long tables scroll inside their box."
     speedups = [drafter.predicted_at_best for drafter in _standings(reading)]
     fastest = _largest(bound for figure in speedups for bound in (figure.value, figure.high))
     slowest = -_largest(-figure.value for figure in speedups)

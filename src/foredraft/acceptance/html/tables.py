@@ -166,7 +166,7 @@ def audits(law: LawStandings, colours: Mapping[str, int]) -> Element:
                     element("span", "✓ agrees" if agrees else "✗ differs", class_="yes" if agrees else "no"),
                 )
             )  # fmt: skip
-    headers = ("drafter", "k", "replay", "literal", "prompts decoded", "verdict")
+    headers = ("drafter", "k", "replay", "literal", "prompts", "verdict")
     return table(f"Tokens per call: replay and literal decoding at {law.label}", headers, rows, "figures")
 
 
