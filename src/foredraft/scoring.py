@@ -22,7 +22,6 @@ from foredraft.core.files import write_json
 from foredraft.core.progress import Progress
 from foredraft.core.protocols import Drafter
 from foredraft.models.causal_lm import CausalLMDrafter
-from foredraft.models.int8 import is_int8
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import EvaluateSettings, SelectSettings
 from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
@@ -200,7 +199,7 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
         drafter.num_parameters,
         drafter.num_bytes,
         len(drafter.draft.head_token_ids) if neural else 0,
-        neural and is_int8(drafter.draft.model),
+        neural and bool(getattr(drafter.draft.model.config, "quantization_config", None)),
         contender.twin,
         contender.parent,
     )
