@@ -33,6 +33,7 @@ class PromptLookup:
     law: SamplingLaw = GREEDY
     num_parameters: int = 0
     num_bytes: int = 0
+    kind: str = "prompt-lookup"
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:

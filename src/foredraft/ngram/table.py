@@ -36,6 +36,7 @@ class NgramTable:
     counts: NgramCounts
     law: SamplingLaw = GREEDY
     num_parameters: int = 0
+    kind: str = KIND
 
     @property
     def num_bytes(self) -> int:
