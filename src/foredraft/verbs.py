@@ -15,7 +15,7 @@ from foredraft.compress.quantize import quantize_int8
 from foredraft.core.errors import ModelError, UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Answer, Drafter
+from foredraft.core.protocols import Drafter
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
@@ -64,7 +64,8 @@ def prune_draft(
 
 def quantize_draft(source: Path, target: LocalTarget, step: QuantizeStep, out: Path) -> DraftManifest:
     """Round the weights of a draft's body to 8 bits, one scale a row."""
-    return quantize_int8(source, out, _extended(_manifest_for(source, target), "quantize", step))
+    draft = quantize_int8(load_draft(source, "float32"), step.activation_bits)
+    return save_draft(draft, out, _extended(_manifest_for(source, target), "quantize", step), target.tokenizer)
 
 
 def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> DraftManifest:
