@@ -16,7 +16,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "drafters": {
         "prompt-lookup": "foredraft.ngram.prompt_lookup:PromptLookup",
     },
-    # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, out, progress).
+    # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, manifest, out, progress)
+    # -> DraftManifest.
     "builders": {
         "ngram": "foredraft.ngram.table:build_ngram_table",
     },

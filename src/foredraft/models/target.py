@@ -42,6 +42,10 @@ class LocalTarget:
         return self._loaded.name
 
     @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def fingerprint(self) -> str:
         return self._loaded.fingerprint
 
