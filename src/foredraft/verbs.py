@@ -68,7 +68,8 @@ def prune_draft(
 
 def quantize_draft(source: Path, target: LocalTarget, step: QuantizeStep, out: Path) -> DraftManifest:
     """Round the weights of a draft's body to 8 bits, one scale a row."""
-    return quantize_int8(source, out, _extended(_manifest_for(source, target), "quantize", step))
+    draft = quantize_int8(load_draft(source, "float32"), step.activation_bits)
+    return save_draft(draft, out, _extended(_manifest_for(source, target), "quantize", step), target.tokenizer)
 
 
 def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> DraftManifest:

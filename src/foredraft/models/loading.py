@@ -28,6 +28,7 @@ from transformers import (
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
 from foredraft.models.gguf import read_gguf
+from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.recipe import QUICKSTART_TARGET
 
 _log = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
     """
     _refuse_other_folders(path)
     try:
+        if has_int8_body(path):
+            return load_int8(path, resolve_dtype(dtype))
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=resolve_dtype(dtype),
