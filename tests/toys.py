@@ -29,7 +29,7 @@ class MarkovDrafter:
     """A drafter whose law depends on the last `order` tokens. Draws from `uniform`, or from the generator."""
 
     table: Float[Tensor, "contexts vocab"]
-    law: SamplingLaw = SamplingLaw()
+    law: SamplingLaw = SamplingLaw()  # noqa: RUF009
     order: int = 1
     uniform: Callable[[], float] | None = None
     num_parameters: int = 0
