@@ -45,9 +45,7 @@ def acceptance_given_text(
     return np.minimum(1.0, probs / target_probs)
 
 
-def replay_counts(
-    acceptance: Float[np.ndarray, "..."], guessed: Bool[np.ndarray, "..."], ks: Sequence[int]
-) -> Counts:
+def replay_counts(acceptance: Float[np.ndarray, "..."], guessed: Bool[np.ndarray, "..."], ks: Sequence[int]) -> Counts:
     """Return the expected counts of speculative decoding over one answer, for every k.
 
     Args:

@@ -63,9 +63,7 @@ def acceptance_probability(
     return min(1.0, target / draft)
 
 
-def residual(
-    target_probs: Float[Tensor, " vocab"], draft_probs: Float[Tensor, " vocab"]
-) -> Float[Tensor, " vocab"]:
+def residual(target_probs: Float[Tensor, " vocab"], draft_probs: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
     """Return max(0, target - draft) over the whole vocabulary, not normalised.
 
     Where rounding leaves nothing, the two laws are equal and the target's is returned.
@@ -87,7 +85,9 @@ def check_proposal(proposal: Proposal, k: int, vocab_size: int) -> None:
         return
     low, high = int(proposal.token_ids.min()), int(proposal.token_ids.max())
     if low < 0 or high >= vocab_size:
-        raise DrafterError(f"The drafter proposed token {low if low < 0 else high}; the target's ids end at {vocab_size - 1}.")
+        raise DrafterError(
+            f"The drafter proposed token {low if low < 0 else high}; the target's ids end at {vocab_size - 1}."
+        )
     dense = proposal.laws.dense
     if dense.shape[0] == 0:
         return
