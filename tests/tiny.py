@@ -27,14 +27,28 @@ def tiny_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(
-    num_layers: int = 4, hidden: int = 32, vocab_size: int = 272, seed: int = 0, family: str = "llama", tied: bool = True
+    num_layers: int = 4,
+    hidden: int = 32,
+    vocab_size: int = 272,
+    seed: int = 0,
+    family: str = "llama",
+    tied: bool = True,
 ) -> LlamaForCausalLM | Qwen2ForCausalLM:
     """Return a float32 model with random weights, large enough to have opinions about the next token."""
     torch.manual_seed(seed)
     sizes = dict(
-        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=vocab_size, max_position_embeddings=512, tie_word_embeddings=tied,
-        initializer_range=0.25, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
     )
     if family == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()

@@ -21,6 +21,10 @@ class PromptError(UserError):
     """A prompt file is missing, empty, or holds a row that cannot be read."""
 
 
+class CorpusError(UserError):
+    """Text to build an n-gram drafter from is empty, or speaks another vocabulary."""
+
+
 class TraceError(UserError):
     """A trace is missing, unfinished, or was made under another law, tokenizer or target."""
 

@@ -1,0 +1,183 @@
+"""A causal language model as drafter."""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from pathlib import Path
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from foredraft.checkpoint import MANIFEST, read_manifest
+from foredraft.core.law import SamplingLaw, law_probs, sample_index, token_logprobs
+from foredraft.core.proposal import Laws, Proposal
+from foredraft.core.protocols import Answer, EmittedProbs
+from foredraft.models.draft import Draft, load_draft
+from foredraft.models.head import Head
+from foredraft.models.session import Session
+
+_PASS_TOKENS = 4096
+_HEAD_POSITIONS = 512
+
+
+@final
+class CausalLMDrafter:
+    """Proposes by running a draft model forward, one token at a time.
+
+    Laws are over the whole vocabulary: a token whose row the head lacks has probability 0.
+
+    Attributes:
+        vocab_size: Width of its laws, the target's; may differ from the draft's own columns by padding rows.
+    """
+
+    def __init__(self, draft: Draft, law: SamplingLaw, vocab_size: int, kind: str = "causal-lm") -> None:
+        self.draft = draft
+        self.law = law
+        self.vocab_size = vocab_size
+        self.kind = kind
+        self._head = Head(draft.model, draft.head_token_ids, num_tokens=vocab_size)
+        self._session = Session(draft.model, self._head)
+        self._tokens, self._row_of = _token_maps(self._head, vocab_size)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that it can read; behind a longer text it has no guess."""
+        return int(self.draft.model.config.get_text_config().max_position_embeddings)
+
+    @property
+    def num_parameters(self) -> int:
+        trimmed = len(self._head.token_ids) > 0
+        embeddings, rows = (
+            self.draft.model.get_input_embeddings().weight,
+            self.draft.model.get_output_embeddings().weight,
+        )
+        skipped = {embeddings.data_ptr(): embeddings.numel()} if trimmed or rows is not embeddings else {}
+        if trimmed:
+            skipped[rows.data_ptr()] = rows.numel()
+        total = sum(weight.numel() for weight in _distinct_weights(self.draft.model))
+        return total - sum(skipped.values()) + len(self._head.token_ids) * embeddings.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        weights = _distinct_weights(self.draft.model)
+        return sum(weight.numel() * weight.element_size() for weight in weights) + self._head.copied_bytes
+
+    def bind(self, law: SamplingLaw) -> "CausalLMDrafter":
+        """Return the same draft drawing from `law`, reading with a cache of its own."""
+        twin = copy(self)
+        twin.law, twin._session = law, Session(self.draft.model, self._head)
+        return twin
+
+    def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
+        """Return k draft tokens, fewer where the draft's own context ends; none after an empty text."""
+        k = min(k, self.max_context - len(context) + 1)
+        if k <= 0 or len(context) == 0:
+            return Proposal.empty(self.vocab_size)
+        token_ids: list[int] = []
+        laws: list[Tensor] = []
+        logits = self._session.logits(context)
+        while True:
+            if self.law.is_greedy:
+                row = int(logits[0].argmax())
+            else:
+                probs = law_probs(logits[0], self.law)
+                row = sample_index(probs, float(torch.rand((), generator=generator, dtype=torch.float64)))
+                laws.append(probs)
+            token_ids.append(int(self._tokens[row]))
+            if len(token_ids) == k:
+                break
+            logits = self._session.append(context.new_tensor(token_ids[-1:]))
+        proposed = context.new_tensor(token_ids)
+        if self.law.is_greedy:
+            return Proposal.certain(proposed, self.vocab_size)
+        return Proposal.chain(proposed, Laws.from_dense(self._over_vocabulary(torch.stack(laws))))
+
+    def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
+        """Return what the draft gave to each answer's tokens, by position, from one pass over each answer."""
+        probs: list[Tensor] = [torch.empty(0)] * len(answers)
+        for group in _groups(answers):
+            states = self._states([answers[index] for index in group])
+            lengths = [len(state) for state in states]
+            emitted = [_answer_ids(answers[index])[:length] for index, length in zip(group, lengths, strict=True)]
+            scored = self._emitted_probs(torch.cat(states), torch.cat(emitted)).split(lengths)
+            for index, part in zip(group, scored, strict=True):
+                probs[index] = part
+        return [_to_length(part, answer.num_tokens) for part, answer in zip(probs, answers, strict=True)]
+
+    @torch.no_grad()
+    def _states(self, answers: Sequence[Answer]) -> list[Float[Tensor, "_ hidden"]]:
+        """Return the final hidden states from which each answer's tokens are guessed."""
+        texts = [answer.token_ids[:-1][: self.max_context] for answer in answers]
+        # Padding on the right needs no mask: causal attention never looks at it.
+        padded = pad_sequence(texts, batch_first=True).to(self.draft.model.device)
+        hidden = self.draft.model.base_model(input_ids=padded, use_cache=False).last_hidden_state
+        return [row[answer.start - 1 : len(text)] for row, answer, text in zip(hidden, answers, texts, strict=True)]
+
+    @torch.no_grad()
+    def _emitted_probs(
+        self, states: Float[Tensor, "positions hidden"], token_ids: Int[Tensor, " positions"]
+    ) -> Float[Tensor, " positions"]:
+        rows = self._row_of[token_ids.to(self._row_of.device)]
+        logprobs = [
+            token_logprobs(self._head.logits(some_states), some_rows.clamp(min=0), self.law)
+            for some_states, some_rows in zip(states.split(_HEAD_POSITIONS), rows.split(_HEAD_POSITIONS), strict=True)
+        ]
+        return torch.where(rows >= 0, torch.cat(logprobs).exp(), 0.0)
+
+    def _over_vocabulary(self, probs: Float[Tensor, "k rows"]) -> Float[Tensor, "k vocab"]:
+        wide = probs.new_zeros(len(probs), self.vocab_size)
+        wide[:, self._tokens] = probs[:, : len(self._tokens)]
+        return wide
+
+
+def load_causal_lm_drafter(path: Path, dtype: str = "auto") -> CausalLMDrafter:
+    """Read a draft folder, or that of an ordinary transformers model, as a drafter under its own law.
+
+    Raises:
+        ModelError: the folder is no causal language model.
+        CheckpointError: its manifest or its list of head rows cannot be read.
+    """
+    draft = load_draft(path, dtype)
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        return CausalLMDrafter(draft, manifest.law, manifest.vocab_size)
+    return CausalLMDrafter(draft, SamplingLaw(), Head(draft.model).num_columns)
+
+
+def _token_maps(head: Head, vocab_size: int) -> tuple[Int[Tensor, " kept"], Int[Tensor, " vocab"]]:
+    """Return the token of each row of the head, and the row of each token, -1 where there is none."""
+    columns = torch.arange(min(head.num_columns, vocab_size), device=head.token_ids.device)
+    tokens = head.token_ids if len(head.token_ids) else columns
+    row_of = torch.full((vocab_size,), -1, device=tokens.device)
+    row_of[tokens] = torch.arange(len(tokens), device=tokens.device)
+    return tokens, row_of
+
+
+def _groups(answers: Sequence[Answer]) -> Iterator[list[int]]:
+    """Yield indices of answers of similar length, about _PASS_TOKENS tokens with padding at a time."""
+    group: list[int] = []
+    for index in sorted(range(len(answers)), key=lambda index: len(answers[index].token_ids)):
+        if group and (len(group) + 1) * len(answers[index].token_ids) > _PASS_TOKENS:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def _answer_ids(answer: Answer) -> Int[Tensor, " answer"]:
+    return answer.token_ids[answer.start :]
+
+
+def _to_length(probs: Float[Tensor, " guessed"], length: int) -> EmittedProbs:
+    """Return the figures of an answer, without a guess where the draft's context had ended."""
+    guessed = torch.arange(length) < len(probs)
+    return EmittedProbs(functional.pad(probs.cpu(), (0, length - len(probs))), guessed)
+
+
+def _distinct_weights(model: PreTrainedModel) -> list[Tensor]:
+    return list({weight.data_ptr(): weight for weight in model.state_dict().values()}.values())

@@ -1,0 +1,70 @@
+"""A trained draft in memory, and as a folder that stock transformers loads."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from foredraft.checkpoint import DraftManifest, write_draft
+from foredraft.core.errors import CheckpointError
+from foredraft.models.head import NO_IDS
+from foredraft.models.loading import load_model
+
+HEAD_FILE = "head_token_ids.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A causal language model that guesses for a target.
+
+    Attributes:
+        model: A plain transformers model with its full head.
+        head_token_ids: Rows of the head that are computed, increasing; empty for all.
+    """
+
+    model: PreTrainedModel
+    head_token_ids: Int[Tensor, " kept"] = NO_IDS
+
+
+def save_draft(draft: Draft, path: Path, manifest: DraftManifest, tokenizer: PreTrainedTokenizerBase) -> DraftManifest:
+    """Write a draft as a folder that transformers loads, with its manifest; return the manifest complete.
+
+    Raises:
+        OutputError: the folder exists, or the disk is full.
+    """
+    manifest = replace(manifest, options={**manifest.options, "head_rows": len(draft.head_token_ids)})
+    return write_draft(path, manifest, lambda folder: _fill(folder, draft, tokenizer))
+
+
+def load_draft(path: Path, dtype: str = "auto") -> Draft:
+    """Read a draft folder, or that of an ordinary transformers model; `dtype` as in load_causal_lm.
+
+    Raises:
+        ModelError: the folder is no causal language model.
+        CheckpointError: the list of head rows cannot be read.
+    """
+    return Draft(load_model(path, dtype), _read_head_token_ids(path / HEAD_FILE))
+
+
+def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> None:
+    draft.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if len(draft.head_token_ids):
+        save_file({"head_token_ids": draft.head_token_ids.contiguous()}, folder / HEAD_FILE)
+
+
+def _read_head_token_ids(file: Path) -> Int[Tensor, " kept"]:
+    if not file.is_file():
+        return NO_IDS
+    try:
+        token_ids = load_file(file)["head_token_ids"]
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Make the draft again.") from error
+    if token_ids.dtype != torch.long or token_ids.dim() != 1 or not bool((token_ids.diff() > 0).all()):
+        raise CheckpointError(f"{file} does not hold increasing token ids. Make the draft again.")
+    return token_ids

@@ -1,0 +1,273 @@
+"""A target that runs in this process: what it says, a batch of prompts at a time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foredraft.core.errors import NonFiniteError, PromptError
+from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
+from foredraft.core.protocols import Continuation
+from foredraft.models.head import Head
+from foredraft.models.kv_cache import KeyValueCache
+from foredraft.models.loading import LoadedModel, load_causal_lm
+from foredraft.models.session import Session
+
+_PREFILL_TOKENS = 16384
+
+
+def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
+    """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
+    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code))
+
+
+@final
+class LocalTarget:
+    """A causal language model and its tokenizer. Rows of its head behind the last token are never emitted."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._head = Head(loaded.model, num_tokens=len(loaded.tokenizer))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._loaded.model
+
+    @property
+    def name(self) -> str:
+        return self._loaded.name
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def fingerprint(self) -> str:
+        return self._loaded.fingerprint
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._loaded.tokenizer
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return self._loaded.tokenizer_fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self._head.num_columns
+
+    @property
+    def max_context(self) -> int:
+        return int(self.model.config.get_text_config().max_position_embeddings)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        config = self.model.generation_config
+        ids = config.eos_token_id if config is not None else self.tokenizer.eos_token_id
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def session(self) -> Session:
+        """Return a new cache that follows one text; its logits are -inf for rows that are no tokens."""
+        return Session(self.model, self._head)
+
+    @torch.no_grad()
+    def write(
+        self,
+        prompts: Sequence[Int[Tensor, " _"]],
+        law: SamplingLaw,
+        max_new_tokens: int,
+        top: int,
+        seeds: Sequence[int],
+        on_tokens: Callable[[int], None],
+    ) -> list[Continuation]:
+        """Answer a batch of prompts, one seed each; the same call gives the same answers.
+
+        A row draws from a generator of its own, so that its answer does not depend on the rest of the
+        batch (but for rounding). The stored law is the sampling law, or the plain one when that is greedy.
+
+        Args:
+            on_tokens: Told after each pass how many tokens it wrote.
+
+        Raises:
+            PromptError: a prompt is empty, or leaves no room in the context.
+            NonFiniteError: the logits are NaN or infinite; names the prompt and the position.
+        """
+        self._check(prompts, max_new_tokens)
+        if not prompts or max_new_tokens == 0:
+            return [_nothing() for _ in prompts]
+        batch = _Batch(self.model, prompts, max_new_tokens)
+        uniforms = torch.stack([_uniforms(seed, max_new_tokens) for seed in seeds])
+        record = _Record.empty(len(prompts), max_new_tokens, min(top, len(self.tokenizer)))
+        stored = SamplingLaw() if law.is_greedy else law
+        stops = torch.tensor(self.stop_ids, device=self.model.device)
+        hidden = batch.read_prompts()
+        for step in range(max_new_tokens):
+            logits = self._head.logits(hidden)
+            logprobs = law_logprobs(logits, stored)
+            best = logprobs.topk(record.top, dim=-1)
+            _refuse_non_finite(best.values[:, 0], batch, step)
+            if law.is_greedy:
+                token_ids, emitted = logits.argmax(-1), torch.zeros(len(batch.live))
+            else:
+                token_ids = sample_indices(logprobs.exp(), uniforms[batch.live, step])
+                emitted = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+            record.keep(batch.live, step, token_ids, emitted, best.indices, best.values)
+            on_tokens(len(batch.live))
+            token_ids = batch.drop(torch.isin(token_ids, stops), token_ids)
+            if not batch.live or step == max_new_tokens - 1:
+                break
+            hidden = batch.read(token_ids)
+        return record.continuations(self.stop_ids)
+
+    def _check(self, prompts: Sequence[Int[Tensor, " _"]], max_new_tokens: int) -> None:
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise PromptError(f"Prompt {index} is empty: a target needs at least one token to go on from.")
+            if len(prompt) + max_new_tokens > self.max_context:
+                raise PromptError(
+                    f"Prompt {index} has {len(prompt)} tokens; with {max_new_tokens} new ones that is more than the "
+                    f"{self.max_context} that {self.name} reads. Shorten it, or ask for fewer tokens."
+                )
+
+
+@final
+class _Batch:
+    """Prompts that are being answered. A row that ends is replaced by the last one, and the batch gets shorter.
+
+    Attributes:
+        live: For each row of the next pass, the index of its prompt.
+        prompt_lengths: Tokens of each prompt.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Int[Tensor, " _"]], max_new_tokens: int) -> None:
+        self._model = model
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self._width = max(self.prompt_lengths)
+        self._token_ids = torch.zeros(len(prompts), self._width, dtype=torch.long, device=model.device)
+        for row, prompt in enumerate(prompts):
+            self._token_ids[row, self._width - len(prompt) :] = prompt.to(model.device)
+        columns = torch.arange(self._width + max_new_tokens, device=model.device)
+        self._padding = self._width - torch.tensor(self.prompt_lengths, device=model.device)
+        self._mask = columns >= self._padding[:, None]
+        self._cache = KeyValueCache(model, capacity=self._width + max_new_tokens)
+        self.live = list(range(len(prompts)))
+
+    def read_prompts(self) -> Float[Tensor, "rows hidden"]:
+        """Read all prompts, padded on the left; return the hidden states after their last tokens."""
+        step = max(1, _PREFILL_TOKENS // len(self.live))
+        for start in range(0, self._width, step):
+            hidden = self._pass(self._token_ids[:, start : start + step])
+        return hidden
+
+    def read(self, token_ids: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
+        """Read one more token of each live row."""
+        return self._pass(token_ids[:, None])
+
+    def drop(self, ended: Bool[Tensor, " rows"], token_ids: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+        """Let the rows that ended leave; return the tokens of those that stay, in their new order."""
+        tokens = token_ids.tolist()
+        for row in reversed(ended.nonzero().flatten().tolist()):
+            last = len(self.live) - 1
+            if row != last:
+                self._cache.replace_row(row, by=last)
+                self.live[row], tokens[row] = self.live[last], tokens[last]
+            self.live.pop()
+            tokens.pop()
+        return torch.tensor(tokens, dtype=torch.long, device=token_ids.device)
+
+    def _pass(self, token_ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows hidden"]:
+        start, end = self._cache.length, self._cache.length + token_ids.shape[1]
+        columns = torch.arange(start, end, device=token_ids.device)
+        output = self._model.base_model(
+            input_ids=token_ids,
+            attention_mask=self._mask[self.live, :end],
+            position_ids=(columns - self._padding[self.live, None]).clamp(min=0),
+            cache=self._cache.inner,
+            use_cache=True,
+        )
+        return output.last_hidden_state[:, -1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What was written and said, by prompt and step; filled in place."""
+
+    token_ids: Int[Tensor, "prompts steps"]
+    logprobs: Float[Tensor, "prompts steps"]
+    top_ids: Int[Tensor, "prompts steps top"]
+    top_logprobs: Float[Tensor, "prompts steps top"]
+    lengths: Int[Tensor, " prompts"]
+
+    @property
+    def top(self) -> int:
+        return self.top_ids.shape[-1]
+
+    @staticmethod
+    def empty(prompts: int, steps: int, top: int) -> "_Record":
+        return _Record(
+            torch.zeros(prompts, steps, dtype=torch.long),
+            torch.zeros(prompts, steps),
+            torch.zeros(prompts, steps, top, dtype=torch.long),
+            torch.zeros(prompts, steps, top),
+            torch.zeros(prompts, dtype=torch.long),
+        )
+
+    def keep(
+        self,
+        rows: list[int],
+        step: int,
+        token_ids: Int[Tensor, " rows"],
+        emitted: Float[Tensor, " rows"],
+        top_ids: Int[Tensor, "rows top"],
+        top_logprobs: Float[Tensor, "rows top"],
+    ) -> None:
+        self.token_ids[rows, step], self.logprobs[rows, step] = token_ids.cpu(), emitted.cpu()
+        self.top_ids[rows, step], self.top_logprobs[rows, step] = top_ids.cpu(), top_logprobs.cpu()
+        self.lengths[rows] = step + 1
+
+    def continuations(self, stop_ids: tuple[int, ...]) -> list[Continuation]:
+        return [self._continuation(row, int(length), stop_ids) for row, length in enumerate(self.lengths)]
+
+    def _continuation(self, row: int, length: int, stop_ids: tuple[int, ...]) -> Continuation:
+        top_logprobs = self.top_logprobs[row, :length].clone()
+        return Continuation(
+            token_ids=self.token_ids[row, :length].clone(),
+            logprobs=self.logprobs[row, :length].clone(),
+            top_ids=self.top_ids[row, :length].clone(),
+            top_logprobs=top_logprobs,
+            tail_mass=(1.0 - top_logprobs.exp().sum(-1)).clamp(0.0, 1.0),
+            finish_reason="stop" if int(self.token_ids[row, length - 1]) in stop_ids else "length",
+        )
+
+
+def _uniforms(seed: int, steps: int) -> Float[Tensor, " steps"]:
+    return torch.rand(steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _nothing() -> Continuation:
+    ids, figures = torch.empty(0, dtype=torch.long), torch.empty(0)
+    return Continuation(ids, figures, ids.reshape(0, 0), figures.reshape(0, 0), figures, "length")
+
+
+def _refuse_non_finite(largest: Float[Tensor, " rows"], batch: _Batch, step: int) -> None:
+    """Normalised log-probabilities have a finite largest entry unless a logit was NaN or +infinity."""
+    broken = (~largest.isfinite()).nonzero().flatten()
+    if len(broken):
+        prompt = batch.live[int(broken[0])]
+        raise NonFiniteError(
+            f"The target's logits are NaN or infinite for prompt {prompt} at position "
+            f"{batch.prompt_lengths[prompt] + step} (token {step} of its answer). Try dtype float32."
+        )
