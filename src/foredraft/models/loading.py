@@ -4,6 +4,9 @@ import hashlib
 import json
 import logging
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
@@ -90,14 +94,15 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
     """
     _refuse_other_folders(path)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=resolve_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with without_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=resolve_dtype(dtype),
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
@@ -106,6 +111,23 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
             f"{path} lacks weights that its config.json asks for: {missing[0]} (and {len(missing) - 1} more)."
         )
     return model.eval()
+
+
+def max_context(model: PreTrainedModel) -> int:
+    """Return how many tokens a model can read; models without a stated limit read any number."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars of its own: progress is the command line's to show."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -177,6 +199,8 @@ def _locate(source: str, trust_remote_code: bool) -> Path:
             f"There is no folder {source}, and the hub cannot be reached for a model of that name. "
             "Connect, or name a folder or a .gguf file."
         ) from error
+    except OSError as error:
+        raise ModelError(f"{source} could not be downloaded from the hub: {_first_line(error)}.") from error
 
 
 def _packaged_gguf() -> Path:
@@ -201,7 +225,8 @@ def _name(source: str, path: Path) -> str:
 def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config, state_dict, tokenizer = read_gguf(path)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    model = model_class.from_pretrained(None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
+    with without_bars():
+        model = model_class.from_pretrained(None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
     return model.eval(), tokenizer
 
 
