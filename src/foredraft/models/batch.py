@@ -46,7 +46,7 @@ class Batch:
         """Read one more token of each live row."""
         return self._pass(token_ids[:, None])
 
-    def drop(self, ended: Bool[Tensor, " rows"], token_ids: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    def drop(self, ended: Bool[Tensor, " rows"], token_ids: Int[Tensor, " rows"]) -> Int[Tensor, " live"]:
         """Let the rows that ended leave; return the tokens of those that stay, in their new order."""
         tokens = token_ids.tolist()
         for row in reversed(ended.nonzero().flatten().tolist()):

@@ -5,11 +5,13 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -93,24 +95,17 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
         ModelError: the folder is no causal language model, or its weights are not in safetensors.
     """
     _refuse_other_folders(path)
-    try:
-        with without_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=resolve_dtype(dtype),
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"{path} lacks weights that its config.json asks for: {missing[0]} (and {len(missing) - 1} more)."
-        )
-    return model.eval()
+    return _checked(
+        path,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=resolve_dtype(dtype),
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        ),
+    )
 
 
 def max_context(model: PreTrainedModel) -> int:
@@ -225,9 +220,22 @@ def _name(source: str, path: Path) -> str:
 def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config, state_dict, tokenizer = read_gguf(path)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    with without_bars():
-        model = model_class.from_pretrained(None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
-    return model.eval(), tokenizer
+    load = partial(model_class.from_pretrained, None, config=config, state_dict=state_dict, output_loading_info=True)
+    return _checked(path, lambda: load(dtype=resolve_dtype(dtype))), tokenizer
+
+
+def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, Any]]]) -> PreTrainedModel:
+    """Return what `load` gives, in evaluation mode, unless weights are missing or of another shape."""
+    try:
+        with without_bars():
+            model, report = load()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        remedy = " Pass --trust-remote-code if you trust it." if "trust_remote_code" in str(error) else ""
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}{remedy}") from error
+    missing = sorted(str(key) for key in {*report["missing_keys"], *report["mismatched_keys"]})
+    if missing:
+        raise ModelError(f"{path} lacks weights that its configuration asks for, {len(missing)} in all: {missing[0]}.")
+    return model.eval()
 
 
 def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
