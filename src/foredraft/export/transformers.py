@@ -14,17 +14,7 @@ from foredraft.export.reopen import refuse_changed_tensors, refuse_changed_token
 from foredraft.models.draft import load_draft
 from foredraft.models.target import LocalTarget
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def export_transformers(source: Path, target: LocalTarget, k: int, out: Path) -> DraftManifest:
@@ -117,6 +107,6 @@ def _write_tokenizer(folder: Path, target: LocalTarget) -> None:
     if not target.path.is_dir() or target.path == Path():
         target.tokenizer.save_pretrained(folder)
         return
-    for name in _TOKENIZER_FILES:
+    for name in {*_TOKENIZER_FILES, "tokenizer.json", *target.tokenizer.vocab_files_names.values()}:
         if (target.path / name).is_file():
             shutil.copyfile(target.path / name, folder / name)
