@@ -53,7 +53,7 @@ def made_up_report(candidates: Sequence[tuple[Any, ...]] = QUICKSTART, seed: int
             {"name": "scoring", "seconds": 61.7}, {"name": "audit", "seconds": 48.9},
         ],
         "paired": [
-            {"law": "T=1", "better": winner["name"], "worse": ranked[1]["name"], "metric": "mean_tokens_per_call",
+            {"law": "T=1", "better": winner["name"], "worse": ranked[-1]["name"], "metric": "mean_tokens_per_call",
              "difference": 0.041, "interval": [-0.012, 0.094]},
             {"law": "T=1", "better": "prefix-6", "worse": "prefix-6-untrained", "metric": "expected_acceptance",
              "difference": 0.512, "interval": [0.481, 0.544]},
