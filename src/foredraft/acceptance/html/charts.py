@@ -43,7 +43,6 @@ class Line:
     """One drafter's line. `colour` is 0 for one of the many, else the number of its own colour."""
 
     name: str
-    label: str
     colour: int
     points: tuple[tuple[float, Figure], ...]
     mark: float = math.nan  # x of the point that is emphasised
@@ -91,8 +90,8 @@ def frame(x: Axis, y: Axis, width: Number, height: Number, right: Number, descri
 
 def draw_lines(plot: Frame, lines: Sequence[Line], text: Callable[[float], str]) -> None:
     """Draw the many in grey, then those with a colour: band, line, points, and a name at the end."""
-    for line in sorted(lines, key=lambda line: -line.colour):
-        if line.points and line.colour == 0:
+    for line in lines:
+        if line.points and not line.colour:
             extend(plot.svg, _line(plot, line, text))
     named = [line for line in lines if line.points and line.colour]
     for line in reversed(named):
@@ -163,12 +162,8 @@ def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], t
         taken.append(box)
         left, base = box[0], box[3] - 3
         if abs(base - 4 - y) > 1:
-            extend(
-                plot.svg,
-                element(
-                    "line", x1=x, y1=y, x2=left - 2 if left > x else box[2] + 2, y2=base - 4, class_=f"leader c{colour}"
-                ),
-            )
+            near = left - 2 if left > x else box[2] + 2
+            extend(plot.svg, element("line", x1=x, y1=y, x2=near, y2=base - 4, class_=f"leader c{colour}"))
         edge, side = (left, "") if left > x else (box[2], " end")
         extend(plot.svg, element("text", text, x=edge, y=base, class_=f"label c{colour}{side}"))
 
@@ -202,7 +197,7 @@ def _name_ends(plot: Frame, lines: Sequence[Line]) -> None:
         extend(
             plot.svg,
             element("line", x1=x + 4, x2=edge + 16, y1=y, y2=place, class_=f"leader c{line.colour}"),
-            element("text", shortened(line.label, room), x=edge + 19, y=place + 4, class_=f"label c{line.colour}"),
+            element("text", shortened(line.name, room), x=edge + 19, y=place + 4, class_=f"label c{line.colour}"),
         )
 
 

@@ -54,7 +54,7 @@ def position_plot(law: LawStandings, colours: Mapping[str, int], k: int, paper: 
     """Return acceptance of draft tokens 1..k, and the mean over the text with its interval at the left."""
     lines = [
         Line(
-            drafter.name, drafter.name, colours[drafter.name],
+            drafter.name, colours[drafter.name],
             tuple(_measured(enumerate(drafter.score.acceptance_by_position.get(k, ()), start=1))),
         )
         for drafter in law.drafters
@@ -81,7 +81,7 @@ def tokens_plot(law: LawStandings, colours: Mapping[str, int], highest: float, p
     """Return tokens per target call against k; the best k is marked."""
     lines = [
         Line(
-            drafter.name, drafter.name, colours[drafter.name],
+            drafter.name, colours[drafter.name],
             tuple(_measured(sorted(drafter.score.mean_tokens_per_call.items()))), float(drafter.best_k),
         )
         for drafter in law.drafters
@@ -123,9 +123,7 @@ def training_plot(
 ) -> Element:
     """Return one metric of training, `acceptance` or `loss`, against the positions trained on."""
     is_share = metric == "acceptance"
-    lines = [
-        Line(name, name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()
-    ]
+    lines = [Line(name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()]
     points = [point for line in lines for point in line.points]
     furthest = max((x for x, _ in points), default=1.0)
     values = [figure.value for _, figure in points] or [0.0, 1.0]
