@@ -124,7 +124,9 @@ def _score(acceptance: float, decay: float, width: float, generator: random.Rand
         "mean_tokens_per_call": tokens,
         "interval": {
             "expected_acceptance": [max(acceptance - width, 0.0), acceptance + width],
-            "acceptance_by_position": {k: [[max(v - width, 0), v + width] for v in rates] for k, rates in by_position.items()},
+            "acceptance_by_position": {
+                k: [[max(v - width, 0), v + width] for v in rates] for k, rates in by_position.items()
+            },
             "mean_tokens_per_call": {k: [v - 2 * width * (v - 1), v + 2 * width * (v - 1)] for k, v in tokens.items()},
         },
     }  # fmt: skip
