@@ -3,7 +3,7 @@
 import pytest
 
 from foredraft.acceptance.cost import Costs, Seconds
-from foredraft.acceptance.speedup import (
+from foredraft.core.speedup import (
     accepted_moments,
     best_length,
     best_length_marginal,

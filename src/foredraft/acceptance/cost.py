@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foredraft.acceptance.speedup import break_even_acceptance
+from foredraft.core.speedup import break_even_acceptance
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.progress import SILENT, Progress
