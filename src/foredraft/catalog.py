@@ -21,7 +21,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "builders": {
         "ngram": "foredraft.ngram.table:build_ngram_table",
     },
-    # What reads a draft checkpoint of each kind: load(path) -> Drafter.
+    # What reads a draft checkpoint of each kind: load(path, dtype) -> Drafter.
     "loaders": {
         "causal-lm": "foredraft.models.causal_lm:load_causal_lm_drafter",
         "ngram": "foredraft.ngram.table:load_ngram_table",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -40,6 +41,11 @@ class LocalTarget:
     @property
     def name(self) -> str:
         return self._loaded.name
+
+    @property
+    def path(self) -> Path:
+        """Folder or GGUF file that it was read from; empty for one made in memory."""
+        return self._loaded.path
 
     @property
     def dtype(self) -> str:

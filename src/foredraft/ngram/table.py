@@ -98,8 +98,8 @@ def build_ngram_table(
     return write_draft(out, manifest, fill)
 
 
-def load_ngram_table(path: Path) -> NgramTable:
-    """Return the drafter of a checkpoint; its arrays stay on disk, mapped.
+def load_ngram_table(path: Path, dtype: str = "auto") -> NgramTable:
+    """Return the drafter of a checkpoint; its arrays stay on disk, mapped. Counts have no dtype: it is ignored.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged.
