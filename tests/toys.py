@@ -23,6 +23,16 @@ class MarkovSession:
         rows = [_row(token_ids[:end], self.order, self.table.shape[1]) for end in _ends(token_ids, last)]
         return self.table[rows]
 
+    def tree_logits(
+        self, token_ids: Int[Tensor, " tokens"], nodes: Int[Tensor, " nodes"], parents: tuple[int, ...]
+    ) -> Float[Tensor, "positions vocab"]:
+        texts = [token_ids.tolist()]
+        for token_id, parent in zip(nodes.tolist(), parents, strict=True):
+            texts.append([*texts[parent + 1], token_id])
+        return self.table[[_row(text, self.order, self.table.shape[1]) for text in texts]]
+
+    def keep(self, path: tuple[int, ...]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class MarkovDrafter:
@@ -32,6 +42,7 @@ class MarkovDrafter:
     law: SamplingLaw = SamplingLaw()  # noqa: RUF009
     order: int = 1
     uniform: Callable[[], float] | None = None
+    kind: str = "markov"
     num_parameters: int = 0
     num_bytes: int = 0
 
@@ -71,6 +82,7 @@ class Lookup:
 
     vocab_size: int
     law: SamplingLaw = GREEDY
+    kind: str = "lookup"
     num_parameters: int = 0
     num_bytes: int = 0
 

@@ -86,7 +86,7 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]
 
 def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts) -> dict[str, Any]:
     tokens = {k: report.mean_tokens_per_call(k) for k in report.ks}
-    predicted = {k: scores.costs.predicted_speedup(name, k, value) for k, value in tokens.items()}
+    predicted = {k: scores.costs.predicted_speedup(name, k, value, report.guess_share(k)) for k, value in tokens.items()}
     return {
         "name": name,
         "kind": facts.kind,

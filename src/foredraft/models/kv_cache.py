@@ -57,6 +57,11 @@ class KeyValueCache:
         for layer in self._growing:
             layer.length = min(layer.length, length)
 
+    def keep(self, length: int, positions: list[int]) -> None:
+        """Keep the first `length` tokens and, behind them, those at `positions`, ascending; forget the others."""
+        for layer in self._growing:
+            layer.keep(length, positions)
+
     def replace_row(self, row: int, by: int) -> None:
         """Let row `by` take the place of `row`; the next pass may then be one row shorter."""
         for layer in self._growing:
@@ -91,6 +96,12 @@ class _GrowingLayer(CacheLayerMixin):
         self.values[:rows, :, self.length : end] = value_states
         self.length = end
         return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+
+    def keep(self, length: int, positions: list[int]) -> None:
+        end = length + len(positions)
+        self.keys[:, :, length:end] = self.keys[:, :, positions]
+        self.values[:, :, length:end] = self.values[:, :, positions]
+        self.length = end
 
     def replace_row(self, row: int, by: int) -> None:
         self.keys[row, :, : self.length] = self.keys[by, :, : self.length]
