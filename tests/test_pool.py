@@ -20,7 +20,7 @@ trace:
 candidates:
   lookup: [{{ngram: {{kind: prompt-lookup}}}}]
   ngram: [{{ngram: {{kind: ngram, order: 3}}}}]
-  untrained: [{{init: {{layers: first-2, vocab: 128}}}}]
+  untrained: [{{init: {{layers: first-3, vocab: 128}}}}]
   prefix:
     - from: untrained
     - distill: {{tokens: 6000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}

@@ -16,7 +16,7 @@ _PUBLIC = {
     "load_target": "foredraft.models.target",
     "load_drafter": "foredraft.verbs",
     "generate": "foredraft.verbs",
-    "evaluate": "foredraft.verbs",
+    "evaluate": "foredraft.pool",
 }
 __all__ = ["__version__", *_PUBLIC]
 

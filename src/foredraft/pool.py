@@ -1,7 +1,7 @@
 """Runs a recipe: whatever is not there yet is made, each stage under a digest of its inputs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,7 @@ from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.recipe import EvaluateSettings, NgramStep, Recipe, Step, TraceSettings, parse_recipe
+from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, prompts_digest
@@ -86,7 +86,7 @@ def evaluate_drafters(
         prompts = split_sources(text.prompts, text.seed).eval
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
     contenders = {
-        name: Contender(spec, _spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
+        name: Contender(_spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
         for name, spec in _named(specs).items()
     }
     report = evaluate(target, contenders, text, settings, workspace, progress)
@@ -113,14 +113,14 @@ class _Run:
         train, held_out = self._traces("train", split.train), self._traces("eval", split.eval)
         for name in self.recipe.candidates:
             self._make(name, train)
-        contenders = {
-            name: Contender(made.spec, made.key, partial(verbs.load_drafter, made.spec, self.target, self.trust_remote_code))
-            for name, made in self._made.items()
-        }
-        report = evaluate(self.target, contenders, held_out, self.recipe.evaluate, self.workspace, self.progress)
-        report |= {"selection": choose_from(report, self.recipe.select)}
+        report = evaluate(
+            self.target, self._contenders(), held_out, self.recipe.evaluate, self.workspace, self.progress
+        )
+        report["selection"] = choose_from(report, self.recipe.select)
         self._record(report)
-        report |= {"exports": self._export(report["selection"])}
+        report["exports"] = self._export(report["selection"]["exported"])
+        report["curves"] = {name: curve for name, made in self._made.items() if (curve := _curve(made.folder))}
+        report["stages"] = [asdict(record) for record in self.workspace.records()]
         _publish(self.workspace, report)
         return report
 
@@ -147,18 +147,19 @@ class _Run:
             case "checkpoint":
                 return Made(step.settings, _spec_key(step.settings))
             case "ngram" if not verbs.needs_building(step.settings.kind):
-                spec = _model_free_spec(step.settings)
+                spec = verbs.model_free_spec(step.settings)
                 return Made(spec, digest_of(spec))
-            case "ngram":
-                make = partial(verbs.build_ngram, self.target, train, step.settings, progress=self.progress)
-            case _:
-                make = partial(verbs.init_draft, self.target, train, step.settings)
-        return self._stage(name, step, digest_of([self.target.fingerprint, *_keys(train)]), lambda out: make(out=out))
+        inputs = digest_of([self.target.fingerprint, *_keys(train)])
+        if step.verb == "ngram":
+            return self._stage(
+                name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, self.progress)
+            )
+        return self._stage(name, step, inputs, lambda out: verbs.init_draft(self.target, train, step.settings, out))
 
     def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:
         source, settings = made.folder, step.settings
         make: dict[str, Callable[[Path], Any]] = {
-            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, self.progress, name),
+            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, self.progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
@@ -172,25 +173,39 @@ class _Run:
         self.workspace.stage(f"{step.verb} {name}", key, path, make)
         return Made(str(path), key)
 
+    def _contenders(self) -> dict[str, Contender]:
+        parents = {name: steps[0].source or "" for name, steps in self.recipe.candidates.items()}
+        twins = {
+            parents[name]: name
+            for name, steps in self.recipe.candidates.items()
+            if [step.verb for step in steps] == ["from", "head"]
+        }
+        return {
+            name: Contender(
+                made.key,
+                partial(verbs.load_drafter, made.spec, self.target, self.trust_remote_code),
+                twins.get(name, ""),
+                parents[name],
+            )
+            for name, made in self._made.items()
+        }
+
     def _record(self, report: dict[str, Any]) -> None:
         for name, made in self._made.items():
             if (made.folder / MANIFEST).is_file():
-                measured = {
+                entries = {
                     law["label"]: next(entry for entry in law["drafters"] if entry["name"] == name)
                     for law in report["laws"]
                 }
-                record_measurement(made.folder, measured)
+                record_measurement(made.folder, entries)
 
-    def _export(self, selection: dict[str, Any]) -> dict[str, str]:
-        name = selection["exportable"]
-        if not name:
-            return {}
+    def _export(self, chosen: dict[str, Any]) -> dict[str, str]:
         folders = {}
-        for runtime in self.recipe.export:
-            made = self._made[name]
-            key = digest_of([runtime, made.key, selection["k"]])
+        for runtime in self.recipe.export if chosen else []:
+            name, k = chosen["drafter"], chosen["k"]
+            key = digest_of([runtime, self._made[name].key, k])
             path = self.workspace.root / "exports" / runtime / f"{name}-{key[:8]}"
-            export = partial(verbs.export_draft, made.folder, self.target, runtime, selection["k"])
+            export = partial(verbs.export_draft, self._made[name].folder, self.target, runtime, k)
             self.workspace.stage(f"export {name} for {runtime}", key, path, export)
             folders[runtime] = str(path)
         return folders
@@ -248,6 +263,7 @@ def _named(specs: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _model_free_spec(step: NgramStep) -> str:
-    options = step.model_dump(include=verbs.options_of(step.kind))
-    return f"{step.kind}:{','.join(f'{name}={value}' for name, value in options.items())}"
+def _curve(folder: Path) -> list[dict[str, Any]]:
+    if not (folder / MANIFEST).is_file():
+        return []
+    return [dict(point) for point in read_manifest(folder).curve]

@@ -124,6 +124,9 @@ class QuantizeStep(Settings):
     """Round a draft's weights."""
 
     bits: Literal[8] = Field(8, description="Bits of each body weight; one scale a row.")
+    activation_bits: Literal[8, 16] = Field(
+        16, description="Bits of what each layer reads; 8 is the form that vLLM runs on CPUs, and accepted less."
+    )
 
 
 class NgramStep(Settings):

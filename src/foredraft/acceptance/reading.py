@@ -10,6 +10,7 @@ from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
 
 SCHEMA = 1
+NO_FIGURE = Figure()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,18 @@ class Standing:
 
     @property
     def tokens_at_best(self) -> Figure:
-        return self.score.mean_tokens_per_call.get(self.best_k, Figure())
+        return self.tokens_at(self.best_k)
 
     @property
     def predicted_at_best(self) -> Figure:
-        """The predicted speedup; its interval is that of the tokens per call, with the costs as measured."""
-        speedup, tokens = self.predicted_speedup.get(self.best_k, math.nan), self.tokens_at_best
+        return self.predicted_at(self.best_k)
+
+    def tokens_at(self, k: int) -> Figure:
+        return self.score.mean_tokens_per_call.get(k, NO_FIGURE)
+
+    def predicted_at(self, k: int) -> Figure:
+        """Return the predicted speedup; its interval is that of the tokens per call, with the costs as measured."""
+        speedup, tokens = self.predicted_speedup.get(k, math.nan), self.tokens_at(k)
         if not tokens.has_interval:
             return Figure(speedup)
         return Figure(speedup, speedup * tokens.low / tokens.value, speedup * tokens.high / tokens.value)
@@ -77,7 +84,7 @@ class Choice:
 
     drafter: str = ""
     k: int = 0
-    predicted_speedup: Figure = Figure()
+    predicted_speedup: Figure = NO_FIGURE
     sentence: str = ""
     reasons: tuple[tuple[str, str], ...] = ()
 
@@ -228,7 +235,7 @@ def _paired(entry: Mapping[str, Any]) -> PairedDifference:
 def _law_label(law: object) -> str:
     if isinstance(law, Mapping):
         return str(SamplingLaw(_float(law["temperature"]), int(law.get("top_k") or 0), float(law.get("top_p") or 1.0)))
-    return str(SamplingLaw(float(law))) if isinstance(law, int | float) else _text(law)
+    return str(SamplingLaw(float(law))) if isinstance(law, (int, float)) else _text(law)
 
 
 def _described(value: object) -> str:
@@ -249,7 +256,7 @@ def _figure(value: object, bounds: Sequence[object] | None) -> Figure:
 
 
 def _float(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _rank(drafter: Standing) -> float:

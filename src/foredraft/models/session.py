@@ -21,6 +21,7 @@ class Session:
         self._cache = KeyValueCache(model)
         self._read = torch.empty(0, dtype=torch.long)
 
+    @torch.no_grad()
     def logits(self, token_ids: Int[Tensor, " tokens"], last: int = 1) -> Float[Tensor, "last rows"]:
         """Return the logits after each of the `last` last tokens, one column for each row of the head.
 
@@ -33,6 +34,7 @@ class Session:
         """
         return self.head.logits(self.hidden(token_ids, last))
 
+    @torch.no_grad()
     def hidden(self, token_ids: Int[Tensor, " tokens"], last: int = 1) -> Float[Tensor, "last hidden"]:
         """Return the final hidden states of the `last` last tokens; see `logits`."""
         known = min(_common_prefix(self._read.to(token_ids.device), token_ids), len(token_ids) - last)
@@ -40,6 +42,7 @@ class Session:
         self._read = token_ids[:known]
         return self._feed(token_ids[known:])[-last:]
 
+    @torch.no_grad()
     def append(self, token_ids: Int[Tensor, " new"]) -> Float[Tensor, "new rows"]:
         """Read more tokens behind the text read so far; return the logits after each of them."""
         return self.head.logits(self._feed(token_ids))

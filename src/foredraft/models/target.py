@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -14,10 +15,15 @@ from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
 from foredraft.core.protocols import Continuation
 from foredraft.models.head import Head
 from foredraft.models.kv_cache import KeyValueCache
-from foredraft.models.loading import LoadedModel
+from foredraft.models.loading import LoadedModel, load_causal_lm
 from foredraft.models.session import Session
 
 _PREFILL_TOKENS = 16384
+
+
+def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
+    """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
+    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code))
 
 
 @final
@@ -35,6 +41,15 @@ class LocalTarget:
     @property
     def name(self) -> str:
         return self._loaded.name
+
+    @property
+    def path(self) -> Path:
+        """Folder or GGUF file that it was read from; empty for one made in memory."""
+        return self._loaded.path
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def fingerprint(self) -> str:
@@ -108,13 +123,14 @@ class LocalTarget:
         for step in range(max_new_tokens):
             logits = self._head.logits(hidden)
             logprobs = law_logprobs(logits, stored)
-            _refuse_non_finite(logprobs, batch, step)
+            best = logprobs.topk(record.top, dim=-1)
+            _refuse_non_finite(best.values[:, 0], batch, step)
             if law.is_greedy:
                 token_ids, emitted = logits.argmax(-1), torch.zeros(len(batch.live))
             else:
                 token_ids = sample_indices(logprobs.exp(), uniforms[batch.live, step])
                 emitted = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
-            record.keep(batch.live, step, token_ids, emitted, logprobs)
+            record.keep(batch.live, step, token_ids, emitted, best.indices, best.values)
             on_tokens(len(batch.live))
             token_ids = batch.drop(torch.isin(token_ids, stops), token_ids)
             if not batch.live or step == max_new_tokens - 1:
@@ -201,6 +217,10 @@ class _Record:
     top_logprobs: Float[Tensor, "prompts steps top"]
     lengths: Int[Tensor, " prompts"]
 
+    @property
+    def top(self) -> int:
+        return self.top_ids.shape[-1]
+
     @staticmethod
     def empty(prompts: int, steps: int, top: int) -> "_Record":
         return _Record(
@@ -217,11 +237,11 @@ class _Record:
         step: int,
         token_ids: Int[Tensor, " rows"],
         emitted: Float[Tensor, " rows"],
-        logprobs: Float[Tensor, "rows vocab"],
+        top_ids: Int[Tensor, "rows top"],
+        top_logprobs: Float[Tensor, "rows top"],
     ) -> None:
-        best = logprobs.topk(self.top_ids.shape[-1], dim=-1)
         self.token_ids[rows, step], self.logprobs[rows, step] = token_ids.cpu(), emitted.cpu()
-        self.top_ids[rows, step], self.top_logprobs[rows, step] = best.indices.cpu(), best.values.cpu()
+        self.top_ids[rows, step], self.top_logprobs[rows, step] = top_ids.cpu(), top_logprobs.cpu()
         self.lengths[rows] = step + 1
 
     def continuations(self, stop_ids: tuple[int, ...]) -> list[Continuation]:
@@ -248,9 +268,9 @@ def _nothing() -> Continuation:
     return Continuation(ids, figures, ids.reshape(0, 0), figures.reshape(0, 0), figures, "length")
 
 
-def _refuse_non_finite(logprobs: Float[Tensor, "rows vocab"], batch: _Batch, step: int) -> None:
+def _refuse_non_finite(largest: Float[Tensor, " rows"], batch: _Batch, step: int) -> None:
     """Normalised log-probabilities have a finite largest entry unless a logit was NaN or +infinity."""
-    broken = (~logprobs.amax(-1).isfinite()).nonzero().flatten()
+    broken = (~largest.isfinite()).nonzero().flatten()
     if len(broken):
         prompt = batch.live[int(broken[0])]
         raise NonFiniteError(

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from heapq import nsmallest
 from pathlib import Path
 
 from foredraft.core.digest import digest_of, file_digest
@@ -101,6 +102,10 @@ class Trace:
         shard = self.info.shards[index]
         data = _bytes_of(self.path / shard.file, shard)
         return decode(data, tops)
+
+    def sample(self, count: int) -> list[TraceRow]:
+        """Return up to `count` rows without tops, drawn by the hash of their ids: the same for every law."""
+        return nsmallest(count, self.rows(tops=False), key=lambda row: digest_of(row.id))
 
     def answers(self) -> list[Answer]:
         """Return every answer with its prompt, tokens only."""

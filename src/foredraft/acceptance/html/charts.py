@@ -8,8 +8,10 @@ from xml.etree.ElementTree import Element
 from foredraft.acceptance.html.markup import element, extend
 from foredraft.acceptance.wording import Figure, shortened
 
-LETTER = 6.3  # mean width of a label's letter, in pixels
+LETTER = 6.0  # mean width of a label's letter, in pixels
 LABEL_GAP = 14.0
+DROPS = tuple(sign * step * 13 for step in range(9) for sign in (-1, 1))  # where a name may sit, nearest first
+MOST_DOTS = 16  # a line of more points shows none
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,10 @@ def draw_lines(plot: Frame, lines: Sequence[Line], text: Callable[[float], str])
 
 
 def whisker(plot: Frame, x: float, figure: Figure, colour: int, title: str) -> Element:
-    """Return a point with its interval, at pixel x."""
+    """Return a point at pixel x, with its interval unless it is one of the many."""
     level = plot.y(figure.value)
     group = element("g", element("title", title), class_=f"c{colour}")
-    if figure.has_interval:
+    if figure.has_interval and colour:
         extend(group, element("line", x1=x, x2=x, y1=plot.y(figure.low), y2=plot.y(figure.high), class_="whisker"))
     extend(group, element("circle", cx=x, cy=level, r=3.2 if colour else 2.2, class_="dot"))
     return group
@@ -153,19 +155,22 @@ def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], t
     """
     for x, y, text, colour in points:
         width = LETTER * len(text)
-        places = [
-            (x + 8 + reach, y + 4 + drop) for reach in (0, 12) for drop in (0, -13, 13, -26, 26, -39, 39, -52, 52)
-        ]
-        places += [(x - 8 - width, y + 4 + drop) for drop in (0, -13, 13, -26, 26)]
+        sides = (x + 8, x - 8 - width)
+        places = [(left, y + 4 + drop) for drop in DROPS for left in sides]
         boxes = [(left, base - 10, left + width, base + 3) for left, base in places]
         fits = [box for box in boxes if _inside(plot, box) and not any(_overlap(box, other) for other in taken)]
         box = fits[0] if fits else boxes[0]
         taken.append(box)
         left, base = box[0], box[3] - 3
         if abs(base - 4 - y) > 1:
-            near = left - 2 if left > x else box[2] + 2
-            extend(plot.svg, element("line", x1=x, y1=y, x2=near, y2=base - 4, class_=f"leader c{colour}"))
-        extend(plot.svg, element("text", text, x=left, y=base, class_=f"label c{colour}"))
+            extend(
+                plot.svg,
+                element(
+                    "line", x1=x, y1=y, x2=left - 2 if left > x else box[2] + 2, y2=base - 4, class_=f"leader c{colour}"
+                ),
+            )
+        edge, side = (left, "") if left > x else (box[2], " end")
+        extend(plot.svg, element("text", text, x=edge, y=base, class_=f"label c{colour}{side}"))
 
 
 def _line(plot: Frame, line: Line, text: Callable[[float], str]) -> Element:
@@ -173,7 +178,7 @@ def _line(plot: Frame, line: Line, text: Callable[[float], str]) -> Element:
     group = element("g", class_=f"line c{line.colour}")
     path = " ".join(f"{plot.x(x):.1f},{plot.y(figure.value):.1f}" for x, figure in line.points)
     extend(group, element("title", f"{line.name}: {text(last.value)} at {last_x:g}"), element("polyline", points=path))
-    if line.colour:
+    if line.colour and len(line.points) <= MOST_DOTS:
         for x, figure in line.points:
             emphasised = x == line.mark
             dot = element("circle", cx=plot.x(x), cy=plot.y(figure.value), r=4.2 if emphasised else 2, class_="dot")

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 from foredraft.acceptance.html.charts import Axis, Frame, Line, draw_lines, frame, label_points, ticks, whisker
 from foredraft.acceptance.html.markup import element, extend
 from foredraft.acceptance.reading import CurvePoint, LawStandings, Standing
-from foredraft.acceptance.wording import Figure, duration, number, percent, quantity, shortened
+from foredraft.acceptance.wording import Figure, cost, number, percent, shortened
 
 NUM_COLOURS = 8
 ONE_TOKEN = 1.0  # what plain decoding emits a call
@@ -25,7 +25,7 @@ class Paper:
 
 
 WIDE = Paper(560, 350, 158, 24)
-NARROW = Paper(326, 290, 100, 14)
+NARROW = Paper(326, 290, 100, 18)
 
 
 def colours_of(names: Iterable[str], taken: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -108,12 +108,11 @@ def cost_plot(law: LawStandings, colours: Mapping[str, int], costliest: float, p
     for drafter in reversed(law.drafters):
         figure, colour = drafter.score.expected_acceptance, colours[drafter.name]
         if figure.is_measured and math.isfinite(drafter.cost_ratio):
-            title = (
-                f"{drafter.name}: {percent(figure.value)} accepted at {number(drafter.cost_ratio, 3)} of a target step"
-            )
+            title = f"{drafter.name}: {percent(figure.value)} accepted at {cost(drafter.cost_ratio)} of a target step"
             extend(plot.svg, whisker(plot, plot.x(drafter.cost_ratio), figure, colour, title))
             spots.append((plot.x(drafter.cost_ratio), plot.y(figure.value), drafter.name, colour))
-    taken: list[tuple[float, ...]] = [(x - 5, y - 5, x + 5, y + 5) for x, y, _, colour in spots if colour]
+    taken: list[tuple[float, ...]] = [(x - 5, y - 8, x + 5, y + 8) for x, y, _, colour in spots if colour]
+    taken.append((plot.x.end - 104, plot.y.start - 36, plot.x.end, plot.y.start))
     named = [(x, y, shortened(name, paper.letters), colour) for x, y, name, colour in reversed(spots) if colour]
     label_points(plot, named, taken)
     return plot.svg
@@ -125,8 +124,7 @@ def training_plot(
     """Return one metric of training, `acceptance` or `loss`, against the positions trained on."""
     is_share = metric == "acceptance"
     lines = [
-        Line(name, f"{name}, {duration(curve[-1].seconds)}", colours[name], tuple(_measured(_samples(curve, is_share))))
-        for name, curve in curves.items()
+        Line(name, name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()
     ]
     points = [point for line in lines for point in line.points]
     furthest = max((x for x, _ in points), default=1.0)
@@ -136,8 +134,9 @@ def training_plot(
     if is_share:
         low, high = max(low, 0.0), min(high, 1.0)
     text = percent if is_share else (lambda value: f"{value:g}")
-    x = Axis("positions trained on, repeats included", ticks(0, furthest, 3, quantity), 0, furthest)
-    y = Axis("acceptance in training" if is_share else "loss", ticks(low, high, 4, text), low, high)
+    thousands = ticks(0, furthest, 4, lambda value: f"{value / 1000:g}")
+    x = Axis("thousand positions trained on", thousands, 0, furthest)
+    y = Axis("mean acceptance estimate" if is_share else "training loss", ticks(low, high, 4, text), low, high)
     plot = frame(x, y, paper.width, paper.height, paper.right, f"Training: {metric}")
     draw_lines(plot, lines, percent if is_share else number)
     return plot.svg
