@@ -18,7 +18,7 @@ from foredraft.distill.data import (
     rows_of_tokens,
 )
 from foredraft.distill.losses import UNSAYABLE
-from foredraft.distill.packed import packed_attention, run_body
+from foredraft.distill.packed import run_body
 from foredraft.models.head import NO_IDS
 from tests.distilling import written_trace
 from tests.tiny import tiny_model
@@ -48,7 +48,7 @@ SHARED = _groups(
 def test_packed_text_sees_exactly_what_it_would_see_alone(family: str) -> None:
     model = tiny_model(family=family)
     packed = pack(SHARED, ALL)
-    with packed_attention(model), torch.no_grad():
+    with torch.no_grad():
         hidden = run_body(model, packed, model.get_input_embeddings()(packed.token_ids[None])).last_hidden_state[0]
     alone = []
     for example in (example for group in SHARED for example in group):

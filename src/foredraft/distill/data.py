@@ -58,6 +58,17 @@ class Pack:
     temperatures: Float[Tensor, " positions"]
     law: EventLaw
 
+    def to(self, device: torch.device) -> "Pack":
+        """Return the pack on another device."""
+        return Pack(
+            self.token_ids.to(device),
+            self.position_ids.to(device),
+            tuple(replace(block, mask=block.mask.to(device)) for block in self.blocks),
+            self.read.to(device),
+            self.temperatures.to(device),
+            self.law.to(device),
+        )
+
 
 def read_groups(traces: Sequence[Trace]) -> list[Group]:
     """Return the answers of all traces, grouped by prompt, in the order in which prompts first appear.

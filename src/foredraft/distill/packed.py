@@ -16,31 +16,29 @@ from foredraft.distill.data import Block, Pack
 _NAME = "foredraft_packed"
 
 
-@contextmanager
-def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` read packs while the block lasts.
+def run_body(model: PreTrainedModel, pack: Pack, embedded: Float[Tensor, "1 tokens hidden"], **options: Any) -> Any:
+    """Return the output of the model's body over a pack whose tokens are already embedded.
 
     Raises:
         ModelError: its attention cannot be replaced, or looks back over a window only.
     """
+    with _packed_attention(model):
+        return model.base_model(
+            inputs_embeds=embedded, position_ids=pack.position_ids[None], use_cache=False, blocks=pack.blocks, **options
+        )
+
+
+@contextmanager
+def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, _attend)
     model.set_attn_implementation(_NAME)
     if model.config._attn_implementation != _NAME:
-        raise ModelError(
-            f"{type(model).__name__} does not let its attention be replaced; such models cannot be trained."
-        )
+        raise ModelError(f"{type(model).__name__} does not let its attention be replaced; such models cannot be trained.")
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def run_body(model: PreTrainedModel, pack: Pack, embedded: Float[Tensor, "1 tokens hidden"], **options: Any) -> Any:
-    """Return the output of the model's body over a pack whose tokens are already embedded, inside packed_attention."""
-    return model.base_model(
-        inputs_embeds=embedded, position_ids=pack.position_ids[None], use_cache=False, blocks=pack.blocks, **options
-    )
 
 
 def _attend(
