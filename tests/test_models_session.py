@@ -1,6 +1,5 @@
 """A session gives what a full pass gives, whatever was read before."""
 
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -39,7 +39,7 @@ class MarkovDrafter:
     """A drafter whose law depends on the last `order` tokens. Draws from `uniform`, or from the generator."""
 
     table: Float[Tensor, "contexts vocab"]
-    law: SamplingLaw = SamplingLaw()  # noqa: RUF009
+    law: SamplingLaw = SamplingLaw()
     order: int = 1
     uniform: Callable[[], float] | None = None
     kind: str = "markov"

@@ -1,9 +1,9 @@
 """A draft on disk: a folder with foredraft.json beside what its kind needs, written whole or not at all."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-import json
 from pathlib import Path
 from typing import Any
 

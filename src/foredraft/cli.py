@@ -35,7 +35,8 @@ Out = Annotated[Path, typer.Option(help="Folder to write; one that holds somethi
 DraftFolder = Annotated[Path, typer.Argument(help="Draft folder.")]
 Traces = Annotated[list[Path], typer.Option("--trace", help="Trace folder; can be repeated.")]
 Overrides = Annotated[
-    list[str], typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False)
+    list[str],
+    typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -221,7 +222,7 @@ def build_ngram(
     epilog="""
 Examples:
 
-    foredraft evaluate-acceptance --target my-model --drafter draft --drafter prompt-lookup --prompts traffic.jsonl --out scores
+    foredraft evaluate-acceptance --target my-model --drafter draft --prompts traffic.jsonl --out scores
 
     foredraft evaluate-acceptance --target my-model --drafter prompt-lookup:max_match=4 --trace trace --out scores
 """,
@@ -235,10 +236,21 @@ def evaluate_acceptance(
     overrides: Overrides,
     traces: Annotated[
         list[Path],
-        typer.Option("--trace", help="Trace folder instead of --prompts; can be repeated.", default_factory=list, show_default=False),
+        typer.Option(
+            "--trace",
+            help="Trace folder instead of --prompts; can be repeated.",
+            default_factory=list,
+            show_default=False,
+        ),
     ],
     temperatures: Annotated[
-        list[float], typer.Option("--temperature", help="Laws to score under; 0 and 1 unless given.", default_factory=lambda: [0.0, 1.0], show_default=False)
+        list[float],
+        typer.Option(
+            "--temperature",
+            help="Laws to score under; 0 and 1 unless given.",
+            default_factory=lambda: [0.0, 1.0],
+            show_default=False,
+        ),
     ],
     prompts: Annotated[
         str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")

@@ -45,7 +45,9 @@ class Made:
         return Path(self.spec)
 
 
-def run_recipe(recipe: Recipe, out: Path, progress: Progress = SILENT, trust_remote_code: bool = False) -> dict[str, Any]:
+def run_recipe(
+    recipe: Recipe, out: Path, progress: Progress = SILENT, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Make everything that `recipe` describes and is not in `out` yet; return the report.
 
     Leaves traces/, drafts/, scores/, exports/, report.json and report.html in `out`. Called again it makes
@@ -249,7 +251,9 @@ def _spec_key(spec: str) -> str:
     if (folder / MANIFEST).is_file():
         return read_manifest(folder).digest
     if folder.is_dir():
-        return digest_of([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())])
+        return digest_of(
+            [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
+        )
     return digest_of(spec)
 
 

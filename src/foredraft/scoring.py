@@ -206,7 +206,9 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
 
 
 def _best_k(costs: Costs, name: str, report: AcceptanceReport) -> int:
-    return max(report.ks, key=lambda k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k)))
+    return max(
+        report.ks, key=lambda k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k))
+    )
 
 
 def _timing_text(trace: Trace) -> Int[Tensor, " tokens"]:

@@ -43,7 +43,12 @@ def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out
 
 
 def distill_draft(
-    source: Path, target: LocalTarget, traces: Sequence[Trace], step: DistillStep, out: Path, progress: Progress = SILENT
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    step: DistillStep,
+    out: Path,
+    progress: Progress = SILENT,
 ) -> DraftManifest:
     """Train a draft on the target's own answers. A killed run goes on where it was."""
     before = _manifest_for(source, target)
@@ -199,7 +204,9 @@ def _blank(target: LocalTarget, kind: str) -> DraftManifest:
 def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
     done = {verb: step.model_dump(by_alias=True)}
     parents = (manifest.digest,) if manifest.files else ()
-    return replace(manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={}, curve=())
+    return replace(
+        manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={}, curve=()
+    )
 
 
 def _answer_ids(traces: Sequence[Trace]) -> list[np.ndarray]:
