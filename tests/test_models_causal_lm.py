@@ -16,10 +16,11 @@ from tests.tiny import tiny_model
 
 VOCAB_SIZE = 272
 KEPT = torch.arange(3, 120)
-LAWS = (GREEDY, SamplingLaw(), SamplingLaw(temperature=0.7, top_k=20, top_p=0.9))
+PLAIN = SamplingLaw()
+LAWS = (GREEDY, PLAIN, SamplingLaw(temperature=0.7, top_k=20, top_p=0.9))
 
 
-def _drafter(law: SamplingLaw = SamplingLaw(), kept: Tensor = NO_IDS, vocab_size: int = VOCAB_SIZE) -> CausalLMDrafter:
+def _drafter(law: SamplingLaw = PLAIN, kept: Tensor = NO_IDS, vocab_size: int = VOCAB_SIZE) -> CausalLMDrafter:
     return CausalLMDrafter(Draft(tiny_model(num_layers=1), kept), law, vocab_size)
 
 

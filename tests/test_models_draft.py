@@ -77,7 +77,7 @@ def test_a_draft_is_never_written_over_something_else(tmp_path: Path) -> None:
 def test_head_rows_that_make_no_sense_are_refused(tmp_path: Path, rows: torch.Tensor) -> None:
     _save(tmp_path / "draft", KEPT)
     save_file({"head_token_ids": rows}, tmp_path / "draft" / HEAD_FILE)
-    with pytest.raises(CheckpointError, match="does not hold increasing token ids. Make the draft again"):
+    with pytest.raises(CheckpointError, match=r"does not hold increasing token ids\. Make the draft again"):
         load_draft(tmp_path / "draft")
 
 

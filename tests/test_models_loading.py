@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM
 
 from foredraft.core.errors import ModelError
 from foredraft.models import loading
@@ -42,18 +42,6 @@ def test_a_folder_loads_in_evaluation_mode_under_its_name(tiny_draft_folder: Pat
     assert not loaded.model.training
     assert loaded.model.dtype == torch.float32
     assert len(loaded.tokenizer) == 259
-
-
-def test_the_fingerprint_is_the_same_in_another_process(tiny_draft_folder: Path) -> None:
-    loaded = load_causal_lm(str(tiny_draft_folder), "float32")
-    code = (
-        "import sys; from foredraft.models.loading import load_causal_lm; "
-        "m = load_causal_lm(sys.argv[1], 'float32'); print(m.fingerprint, m.tokenizer_fingerprint)"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
-    run = [sys.executable, "-c", code, str(tiny_draft_folder)]
-    printed = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
-    assert printed.split() == [loaded.fingerprint, loaded.tokenizer_fingerprint]
 
 
 def test_saving_and_loading_keeps_both_fingerprints(tiny_draft_folder: Path, tmp_path: Path) -> None:
@@ -108,15 +96,14 @@ def test_auto_is_bfloat16_only_where_the_processor_computes_in_it(
 
 
 def test_an_unknown_dtype_lists_the_known_ones() -> None:
-    with pytest.raises(ModelError, match="Unknown dtype 'int4'. Known: auto, float32, bfloat16, float16"):
+    with pytest.raises(ModelError, match=r"Unknown dtype 'int4'\. Known: auto, float32, bfloat16, float16"):
         resolve_dtype("int4")
 
 
 def test_a_model_without_a_limit_reads_any_number_of_tokens() -> None:
-    model = tiny_model(num_layers=1)
-    assert max_context(model) == 512
-    model.config.max_position_embeddings = None
-    assert max_context(model) == sys.maxsize
+    assert max_context(tiny_model(num_layers=1)) == 512
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
+    assert max_context(bloom) == sys.maxsize
 
 
 @pytest.mark.parametrize(
@@ -202,7 +189,7 @@ def test_a_missing_weight_is_named(folder: Path) -> None:
 
 def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
     _edit(folder / "config.json", intermediate_size=48)
-    with pytest.raises(ModelError, match=r"up_proj|mlp"):
+    with pytest.raises(ModelError, match=r"mlp\.down_proj\.weight is \(32, 64\), not \(32, 48\)"):
         load_causal_lm(str(folder))
 
 

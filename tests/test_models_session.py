@@ -121,5 +121,5 @@ def test_logits_keep_no_graph() -> None:
 
 def test_a_recurrent_model_is_refused() -> None:
     config = MambaConfig(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=1)
-    with pytest.raises(CapabilityError, match="recurrent state .* cannot be cropped"):
+    with pytest.raises(CapabilityError, match=r"recurrent state .* cannot be cropped"):
         KeyValueCache(MambaForCausalLM(config))

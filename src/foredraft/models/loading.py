@@ -109,6 +109,7 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         ),
     )
@@ -226,8 +227,8 @@ def _name(source: str, path: Path) -> str:
 def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config, state_dict, tokenizer = read_gguf(path)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    load = partial(model_class.from_pretrained, None, config=config, state_dict=state_dict, output_loading_info=True)
-    return _checked(path, lambda: load(dtype=resolve_dtype(dtype))), tokenizer
+    load = partial(model_class.from_pretrained, None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
+    return _checked(path, lambda: load(ignore_mismatched_sizes=True, output_loading_info=True)), tokenizer
 
 
 def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, Any]]]) -> PreTrainedModel:
@@ -238,9 +239,10 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         remedy = " Pass --trust-remote-code if you trust it." if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}{remedy}") from error
-    missing = sorted(str(key) for key in {*report["missing_keys"], *report["mismatched_keys"]})
-    if missing:
-        raise ModelError(f"{path} lacks weights that its configuration asks for, {len(missing)} in all: {missing[0]}.")
+    gaps = [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    gaps += [f"{key} is {tuple(held)}, not {tuple(asked)}" for key, held, asked in sorted(report["mismatched_keys"])]
+    if gaps:
+        raise ModelError(f"{path} lacks weights that its configuration asks for, {len(gaps)} in all: {gaps[0]}.")
     return model.eval()
 
 
