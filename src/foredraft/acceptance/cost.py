@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foredraft.core.speedup import break_even_acceptance
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.proposal import Proposal
 from foredraft.core.protocols import Drafter
+from foredraft.core.speedup import break_even_acceptance
 from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
 

@@ -18,7 +18,6 @@ from foredraft.decoding.length import FixedLength, LengthPolicy
 from foredraft.decoding.rules import Rule, Uniform, check_proposal, verify_chain
 from foredraft.decoding.trees import TreeVerdict, verify_tree
 
-
 _CONTEXT_TOKENS = 4  # decoders look a little to the left
 
 
