@@ -66,7 +66,9 @@ def test_bad_input_is_one_or_two_lines_and_status_2(places: dict[str, str], word
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, tiny_draft_folder: Path) -> dict[str, str]:
+def places(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, tiny_draft_folder: Path
+) -> dict[str, str]:
     """Files and folders that the commands above name."""
     from tests.tiny import tiny_model, tiny_tokenizer
 

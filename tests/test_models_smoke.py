@@ -23,7 +23,7 @@ def test_smoke(tiny_target_folder, tiny_draft_folder, tmp_path):
     out = target.write(prompts, GREEDY, 20, 8, [1, 2, 3], lambda n: None)
     for p, o in zip(prompts, out):
         ref = loaded.model.generate(p[None], max_new_tokens=20, do_sample=False, suppress_tokens=list(range(259, 272)))
-        assert ref[0, len(p):].tolist() == o.token_ids.tolist()
+        assert ref[0, len(p) :].tolist() == o.token_ids.tolist()
     drafter = load_causal_lm_drafter(tiny_draft_folder)
     assert isinstance(drafter, Drafter)
     for law in (GREEDY, SamplingLaw(), SamplingLaw(0.7, 20, 0.9)):

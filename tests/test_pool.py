@@ -38,7 +38,11 @@ select: {{memory_fraction: 2.0, runtime: transformers}}
 def foredraft(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "foredraft.cli", *map(str, words)], capture_output=True, text=True, env=_environment(), **options
+        [sys.executable, "-m", "foredraft.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        **options,
     )
 
 
@@ -61,7 +65,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
     return path
 
 
-WORDS = [f"{a}{b}" for a in ("sea", "sun", "oak", "red", "owl", "ink", "fog") for b in ("", "s", "dust", "light", "bird")]
+WORDS = [
+    f"{a}{b}" for a in ("sea", "sun", "oak", "red", "owl", "ink", "fog") for b in ("", "s", "dust", "light", "bird")
+]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,9 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
     for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-m", "foredraft.cli", "run", str(recipe), "--out", str(out)],
-            env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         time.sleep(chance.uniform(4, 9))
         process.send_signal(signal.SIGKILL)

@@ -34,7 +34,9 @@ def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
     AttentionInterface.register(_NAME, _attend)
     model.set_attn_implementation(_NAME)
     if model.config._attn_implementation != _NAME:
-        raise ModelError(f"{type(model).__name__} does not let its attention be replaced; such models cannot be trained.")
+        raise ModelError(
+            f"{type(model).__name__} does not let its attention be replaced; such models cannot be trained."
+        )
     try:
         yield
     finally:
