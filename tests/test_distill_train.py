@@ -187,7 +187,7 @@ while True:
     # The first one dies before it wrote anything; the others some moments after a point, or while they write.
     while kills and points_written() == before and os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.001)
-    time.sleep(delays.uniform(0.0, 0.1))
+    time.sleep(delays.uniform(0.0, 0.05))
     if (folder / "killed.safetensors").exists():
         break
     os.kill(child, signal.SIGKILL)
@@ -195,7 +195,7 @@ while True:
     kills += 1
 print("kills", kills)
 """
-RESUMED = {**SHORT, "tokens": 8000, "checkpoint_every": 1e-9, "layer_matching": 0.1, "finish": "lk_hybrid"}
+RESUMED = {**SHORT, "tokens": 4800, "checkpoint_every": 1e-9, "layer_matching": 0.1, "finish": "lk_hybrid"}
 
 
 def test_a_training_killed_again_and_again_ends_with_the_same_bytes(traces: list[Trace], tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_training_killed_again_and_again_ends_with_the_same_bytes(traces: list
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 3
+    assert int(done.stdout.split()[-1]) >= 2
     whole, killed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     forget_points(tmp_path / "killed")

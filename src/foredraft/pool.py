@@ -20,7 +20,7 @@ from foredraft.models.target import LocalTarget, load_target
 from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
 from foredraft.trace.collect import collect
-from foredraft.trace.prompts import Prompt, prompts_digest
+from foredraft.trace.prompts import Prompt, prompts_digest, read_prompts
 from foredraft.trace.split import split_sources
 from foredraft.trace.store import Trace, open_trace
 from foredraft.workspace import Workspace
@@ -85,7 +85,7 @@ def evaluate_drafters(
     """
     workspace = Workspace.open(out)
     if isinstance(text, TraceSettings):
-        prompts = split_sources(text.prompts, text.seed).eval
+        prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
     contenders = {
         name: Contender(_spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
@@ -233,6 +233,13 @@ def _collected(
         lambda out: out.exists() and open_trace(out).info.complete,
     )
     return open_trace(path)
+
+
+def _to_score(settings: TraceSettings) -> Sequence[Prompt]:
+    """Return all prompts, or as many as `eval` asks for, balanced over domains."""
+    if any(source.eval for source in settings.prompts):
+        return split_sources(settings.prompts, settings.seed).eval
+    return [prompt for source in settings.prompts for prompt in read_prompts(source)]
 
 
 def _publish(workspace: Workspace, report: dict[str, Any]) -> None:
