@@ -37,13 +37,7 @@ def foredraft(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 def places(
     tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, tiny_draft_folder: Path
 ) -> dict[str, str]:
-<<<<<<< HEAD
     """Files and folders that the commands below name in capitals."""
-=======
-    """Files and folders that the commands above name."""
-    from tests.tiny import tiny_model, tiny_tokenizer
-
->>>>>>> distill
     root = tmp_path_factory.mktemp("places")
     (root / "empty").mkdir()
     (root / "full").mkdir()

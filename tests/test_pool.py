@@ -67,14 +67,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
     return path
 
 
-<<<<<<< HEAD
-=======
-WORDS = [
-    f"{a}{b}" for a in ("sea", "sun", "oak", "red", "owl", "ink", "fog") for b in ("", "s", "dust", "light", "bird")
-]
-
-
->>>>>>> distill
 @pytest.fixture(scope="module")
 def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """One uninterrupted run and its report."""
