@@ -37,20 +37,18 @@ select: {{memory_fraction: 2.0, runtime: transformers}}
 """
 
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def foredraft(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "foredraft.cli", *map(str, words)],
         capture_output=True,
         text=True,
-        env=_environment(),
+        env=ONE_THREAD,
         **options,
     )
-
-
-def _environment() -> dict[str, str]:
-    source = Path(__file__).parents[1] / "src"
-    return {**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +144,7 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
     for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-m", "foredraft.cli", "run", str(recipe), "--out", str(out)],
-            env=_environment(),
+            env=ONE_THREAD,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
