@@ -86,7 +86,7 @@ def audit(
     limits = Limits(max_new_tokens, target.stop_ids, target.max_context)
     plain: list[Decoded] = []
     literal: dict[str, list[Decoded]] = {name: [] for name in drafters}
-    with progress.task(f"audit {law}", len(prompts) * (len(drafters) + 1), "answers") as task:
+    with progress.task(f"audit {law}", float(len(prompts) * (len(drafters) + 1)), "answers") as task:
         for number, prompt in enumerate(prompts):
             session, generator = target.session(), torch.Generator().manual_seed(seed + number)
             session.logits(prompt, 1)
