@@ -92,13 +92,13 @@ def evaluate_drafters(
     Leaves report.json and report.html in `out`, and the traces if it collected them.
     """
     workspace = Workspace.open(out)
+    contenders = {}
+    for name, spec in _named(specs).items():
+        drafter = verbs.load_drafter(spec, target, trust_remote_code)
+        contenders[name] = Contender(_spec_key(spec), lambda drafter=drafter: drafter)
     if isinstance(text, TraceSettings):
         prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
-    contenders = {
-        name: Contender(_spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
-        for name, spec in _named(specs).items()
-    }
     report = evaluate(target, contenders, text, settings, workspace, progress)
     _publish(workspace, report)
     return report

@@ -166,7 +166,7 @@ def _speedup(
 ) -> tuple[float, float, float]:
     seconds = np.array([[run.seconds, len(run.token_ids)] for run in (*plain, *literal)]).reshape(2, len(plain), 2)
 
-    def ratio(sums: np.ndarray) -> np.ndarray:
+    def ratio(sums: np.ndarray) -> Any:
         per_token = sums[..., 0] / sums[..., 1]
         return per_token[0] / per_token[1]
 
