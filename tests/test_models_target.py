@@ -24,7 +24,7 @@ NEW = 24
 def target(tiny_target_folder: Path) -> LocalTarget:
     """The tiny target, which stops on tokens that it often writes."""
     loaded = load_causal_lm(str(tiny_target_folder))
-    loaded.model.generation_config.eos_token_id = [2, *range(60, 70)]
+    loaded.model.generation_config.eos_token_id = [2, *range(60, 75)]
     return LocalTarget(loaded)
 
 
@@ -123,7 +123,7 @@ def test_long_prompts_are_read_in_blocks(
 ) -> None:
     """Blocks in which a short prompt is nothing but padding included."""
     whole = _write(target, prompts, SamplingLaw())
-    monkeypatch.setattr(batch, "_PREFILL_TOKENS", 4 * len(prompts))
+    monkeypatch.setattr(batch, "_GROUP_TOKENS", 4 * len(prompts))
     for left, right in zip(whole, _write(target, prompts, SamplingLaw()), strict=True):
         assert left.token_ids.tolist() == right.token_ids.tolist()
         torch.testing.assert_close(left.logprobs, right.logprobs, atol=1e-4, rtol=0)
@@ -146,7 +146,7 @@ def test_an_empty_prompt_is_named(target: LocalTarget, prompts: list[Tensor]) ->
 
 
 def test_a_prompt_without_room_is_named_with_its_lengths(target: LocalTarget) -> None:
-    with pytest.raises(PromptError, match=r"Prompt 0 has 500 tokens; with 24 new ones .* the 512 that"):
+    with pytest.raises(PromptError, match="Prompt 0 has 500 tokens; with 24 new ones .* the 512 that"):
         _write(target, [torch.full((500,), 5)], GREEDY)
 
 

@@ -16,11 +16,12 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "drafters": {
         "prompt-lookup": "foredraft.ngram.prompt_lookup:PromptLookup",
     },
-    # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, out, progress).
+    # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, manifest, out, progress)
+    # -> DraftManifest.
     "builders": {
         "ngram": "foredraft.ngram.table:build_ngram_table",
     },
-    # What reads a draft checkpoint of each kind: load(path) -> Drafter.
+    # What reads a draft checkpoint of each kind: load(path, dtype) -> Drafter.
     "loaders": {
         "causal-lm": "foredraft.models.causal_lm:load_causal_lm_drafter",
         "ngram": "foredraft.ngram.table:load_ngram_table",
@@ -30,6 +31,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hard_cross_entropy": "foredraft.distill.losses:hard_cross_entropy",
         "tvd": "foredraft.distill.losses:total_variation",
         "lk_hybrid": "foredraft.distill.losses:lk_hybrid",
+        "neg_log_acceptance": "foredraft.distill.losses:neg_log_acceptance",
     },
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",

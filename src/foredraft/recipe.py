@@ -124,6 +124,9 @@ class QuantizeStep(Settings):
     """Round a draft's weights."""
 
     bits: Literal[8] = Field(8, description="Bits of each body weight; one scale a row.")
+    activation_bits: Literal[8, 16] = Field(
+        16, description="Bits of what each layer reads; 8 is the form that vLLM runs on CPUs, and accepted less."
+    )
 
 
 class NgramStep(Settings):
@@ -208,8 +211,10 @@ class Recipe(Settings):
             for position, step in enumerate(steps):
                 starts = step.verb in ("ngram", "init", "from", "checkpoint")
                 if starts != (position == 0):
-                    where = "must start with ngram, init, from or checkpoint" if position == 0 else (
-                        f"step {position + 1} ({step.verb}) can only come first"
+                    where = (
+                        "must start with ngram, init, from or checkpoint"
+                        if position == 0
+                        else (f"step {position + 1} ({step.verb}) can only come first")
                     )
                     raise ValueError(f"candidate {name!r} {where}")
                 if step.verb == "from" and step.source not in self.candidates:
@@ -232,12 +237,19 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe from text; see load_recipe."""
     data, lines = _read_yaml(text, name)
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise RecipeError(f"--set takes key=value, not {override!r}.")
-        _put(data, key.split("."), yaml.load(value, _Loader))
+    _override(data, overrides)
     return validated(Recipe, data, name, lines)
+
+
+def settings_from(kind: type[SettingsT], overrides: Sequence[str]) -> SettingsT:
+    """Return one part of a recipe with its defaults and `key=value` overrides.
+
+    Raises:
+        RecipeError: names every fault.
+    """
+    data: dict[str, Any] = {}
+    _override(data, overrides)
+    return validated(kind, data, "--set")
 
 
 def validated(kind: type[SettingsT], data: Any, name: str, lines: dict[str, int] | None = None) -> SettingsT:
@@ -315,6 +327,14 @@ def _faults(error: ValidationError, name: str, lines: dict[str, int]) -> str:
         message = "unknown key" if fault["type"] == "extra_forbidden" else fault["msg"].removeprefix("Value error, ")
         faults.append(f"{where}: {dotted + ': ' if dotted else ''}{message}")
     return "\n".join(faults)
+
+
+def _override(data: Any, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise RecipeError(f"--set takes key=value, not {override!r}.")
+        _put(data, key.split("."), yaml.load(value, _Loader))
 
 
 def _put(data: Any, keys: Sequence[str], value: Any) -> None:

@@ -21,6 +21,10 @@ class PromptError(UserError):
     """A prompt file is missing, empty, or holds a row that cannot be read."""
 
 
+class CorpusError(UserError):
+    """Text to build an n-gram drafter from is empty, or speaks another vocabulary."""
+
+
 class TraceError(UserError):
     """A trace is missing, unfinished, or was made under another law, tokenizer or target."""
 
@@ -55,3 +59,7 @@ class MissingExtraError(UserError):
 
 class NonFiniteError(ForedraftError):
     """A model produced NaN or infinite figures; the message says where."""
+
+
+class DrafterError(ForedraftError):
+    """A drafter broke its contract: ids outside the vocabulary, laws that are none."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Task(Protocol):
     """One piece of work with a known amount."""
 
@@ -14,6 +15,7 @@ class Task(Protocol):
         """Show a few figures beside the bar, such as `loss 2.31, 412 positions/s`."""
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Opens bars: `with progress.task("collecting T=0", 12000, "tokens") as task: ...`."""
 

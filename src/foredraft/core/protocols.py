@@ -65,6 +65,10 @@ class Drafter(Protocol):
     """Guesses what the target will say next. Pure given its arguments: caches change speed only."""
 
     @property
+    def kind(self) -> str:
+        """Its name in the catalog."""
+
+    @property
     def vocab_size(self) -> int:
         """Width of its laws; every proposed id is below it."""
 
@@ -130,6 +134,10 @@ class Target(Protocol):
     @property
     def fingerprint(self) -> str:
         """Digest of the weights and configuration; changes when the target changes."""
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in, such as float32; "unknown" for a server that does not say."""
 
     @property
     def vocab_size(self) -> int:

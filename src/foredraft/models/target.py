@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -14,8 +15,13 @@ from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
 from foredraft.core.protocols import Continuation
 from foredraft.models.batch import Batch
 from foredraft.models.head import Head
-from foredraft.models.loading import LoadedModel, max_context
+from foredraft.models.loading import LoadedModel, load_causal_lm, max_context
 from foredraft.models.session import Session
+
+
+def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
+    """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
+    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code))
 
 
 @final
@@ -33,6 +39,15 @@ class LocalTarget:
     @property
     def name(self) -> str:
         return self._loaded.name
+
+    @property
+    def path(self) -> Path:
+        """Folder or GGUF file that it was read from; empty for one made in memory."""
+        return self._loaded.path
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def fingerprint(self) -> str:

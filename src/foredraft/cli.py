@@ -1,0 +1,453 @@
+"""The command line: parse, call one function, print. Results go to stdout, everything else to stderr.
+
+Heavy imports happen inside the commands, so that help and completion stay instant.
+"""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.logging import RichHandler
+
+from foredraft.core.errors import ForedraftError, UserError
+
+if TYPE_CHECKING:
+    from foredraft.checkpoint import DraftManifest
+    from foredraft.core.progress import Progress
+    from foredraft.models.target import LocalTarget
+    from foredraft.trace.store import Trace
+
+app = typer.Typer(
+    help="Make, shrink, measure and choose draft models for speculative decoding.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+_stdout, _stderr = Console(), Console(stderr=True)
+
+TargetName = Annotated[str, typer.Option("--target", help="The target: folder, .gguf file or hub id.")]
+Out = Annotated[Path, typer.Option(help="Folder to write; one that holds something else is left alone.")]
+DraftFolder = Annotated[Path, typer.Argument(help="Draft folder.")]
+Traces = Annotated[list[Path], typer.Option("--trace", help="Trace folder; can be repeated.")]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False),
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let Python code that comes with a model run.")]
+
+
+@app.command(
+    epilog=r"""
+Examples:
+
+    foredraft run recipes/quickstart.yaml
+
+    foredraft run --target my-model --prompts traffic.jsonl --out runs/mine
+"""
+)
+def run(
+    overrides: Overrides,
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe; left out, the shipped default pool.")] = None,
+    target: Annotated[str, typer.Option(help="Folder, .gguf file or hub id, instead of the recipe's.")] = "",
+    prompts: Annotated[
+        Path | None, typer.Option(help="For the default pool: JSONL with prompt, messages or turns.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; the same again goes on there.")] = None,
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Make all that a recipe describes and is not there yet: traces, drafts, scores, the report, exports."""
+    from foredraft.pool import default_recipe, run_recipe
+    from foredraft.recipe import load_recipe
+
+    if recipe is not None:
+        resolved = load_recipe(recipe, [*overrides, *([f"target.model={target}"] if target else [])])
+    elif target and prompts is not None:
+        resolved = default_recipe(target, prompts, overrides)
+    else:
+        raise UserError("Name a recipe, or give --target and --prompts for the default pool.")
+    folder = out or Path("runs") / (recipe.stem if recipe else "default")
+    _show_report(run_recipe(resolved, folder, _progress(), trust_remote_code), folder, as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft collect --target my-model --prompts traffic.jsonl --temperature 0 --out trace
+"""
+)
+def collect(
+    target: TargetName,
+    prompts: Annotated[
+        str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")
+    ],
+    out: Out,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
+    top_p: float = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Answers written at once.")] = 48,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write down what a target answers, with its law at every token. The same again goes on where it was."""
+    from foredraft.core.law import SamplingLaw
+    from foredraft.recipe import PromptSource, TraceSettings
+    from foredraft.trace.collect import collect as collect_trace
+    from foredraft.trace.prompts import read_prompts
+
+    source = PromptSource(file=prompts)
+    settings = TraceSettings(prompts=[source], max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed)
+    law = SamplingLaw(temperature, top_k, top_p)
+    loaded = _target(target, dtype, trust_remote_code)
+    info = collect_trace(loaded, read_prompts(source), settings, law, out, _progress()).info
+    figures = {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
+    _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}", as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft distill --target my-model --trace trace --layers first-6 --set tokens=200_000 --out draft
+"""
+)
+def distill(
+    target: TargetName,
+    traces: Traces,
+    out: Out,
+    overrides: Overrides,
+    draft: Annotated[Path | None, typer.Option(help="Draft folder to go on from, instead of --layers.")] = None,
+    layers: Annotated[
+        str, typer.Option(help="Target layers to start from: first-6, every-5, first-4+last-2, 0,1,29.")
+    ] = "first-6",
+    vocab: Annotated[int, typer.Option(help="Rows of the head to keep; 0 keeps all.")] = 0,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Teach a draft the target's law on the target's own answers."""
+    from foredraft import verbs
+    from foredraft.recipe import DistillStep, InitStep, settings_from
+
+    step = settings_from(DistillStep, overrides)
+    loaded, opened = _target(target, dtype, trust_remote_code), _traces(traces)
+    if draft is None:
+        draft = out.with_name(f"{out.name}-untrained")
+        if not draft.exists():
+            verbs.init_draft(loaded, opened, InitStep(layers=layers, vocab=vocab), draft)
+    _print_draft(out, verbs.distill_draft(draft, loaded, opened, step, out, _progress()), as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft quantize draft --target my-model --out draft-int8
+"""
+)
+def quantize(
+    draft: DraftFolder, target: TargetName, out: Out, overrides: Overrides, dtype: Dtype = "auto", as_json: Json = False
+) -> None:
+    """Round a draft's weights to 8 bits."""
+    from foredraft import verbs
+    from foredraft.recipe import QuantizeStep, settings_from
+
+    step = settings_from(QuantizeStep, overrides)
+    _print_draft(out, verbs.quantize_draft(draft, _target(target, dtype), step, out), as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft prune draft --target my-model --trace trace --set layers=2 --out draft-4
+"""
+)
+def prune(
+    draft: DraftFolder,
+    target: TargetName,
+    traces: Traces,
+    out: Out,
+    overrides: Overrides,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Cut layers out of a draft. Heal it afterwards with `foredraft distill --draft`."""
+    from foredraft import verbs
+    from foredraft.recipe import PruneStep, settings_from
+
+    step = settings_from(PruneStep, overrides)
+    _print_draft(out, verbs.prune_draft(draft, _target(target, dtype), _traces(traces), step, out), as_json)
+
+
+@app.command(
+    "build-ngram",
+    epilog="""
+Example:
+
+    foredraft build-ngram --target my-model --trace trace --set order=5 --out table
+""",
+)
+def build_ngram(
+    target: TargetName,
+    traces: Traces,
+    out: Out,
+    overrides: Overrides,
+    kind: Annotated[str, typer.Option(help="What to build.")] = "ngram",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Build a drafter without a model from what the target wrote."""
+    from foredraft import verbs
+    from foredraft.recipe import NgramStep, settings_from
+
+    step = settings_from(NgramStep, [f"kind={kind}", *overrides])
+    loaded, opened = _target(target, dtype), _traces(traces)
+    _print_draft(out, verbs.build_ngram(loaded, opened, step, out, _progress()), as_json)
+
+
+@app.command(
+    "evaluate-acceptance",
+    epilog="""
+Examples:
+
+    foredraft evaluate-acceptance --target my-model --drafter draft --prompts traffic.jsonl --out scores
+
+    foredraft evaluate-acceptance --target my-model --drafter prompt-lookup:max_match=4 --trace trace --out scores
+""",
+)
+def evaluate_acceptance(
+    target: TargetName,
+    drafters: Annotated[
+        list[str], typer.Option("--drafter", help="Draft folder, hub id, or kind:option=value,...; can be repeated.")
+    ],
+    out: Out,
+    overrides: Overrides,
+    traces: Annotated[
+        list[Path],
+        typer.Option(
+            "--trace",
+            help="Trace folder instead of --prompts; can be repeated.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    temperatures: Annotated[
+        list[float],
+        typer.Option(
+            "--temperature",
+            help="Laws to score under; 0 and 1 unless given.",
+            default_factory=lambda: [0.0, 1.0],
+            show_default=False,
+        ),
+    ],
+    prompts: Annotated[
+        str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")
+    ] = "",
+    limit: Annotated[int, typer.Option(help="Prompts scored; 0 takes all.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Score drafters by replaying them over what the target itself wrote."""
+    from foredraft.pool import evaluate_drafters
+    from foredraft.recipe import EvaluateSettings, LawSettings, PromptSource, TraceSettings, settings_from
+
+    if bool(prompts) == bool(traces):
+        raise UserError("Give --prompts, or --trace with answers that the target wrote.")
+    collecting = TraceSettings(
+        prompts=[PromptSource(file=prompts or "shipped", eval=limit)],
+        laws=[LawSettings(temperature=temperature) for temperature in temperatures],
+        max_new_tokens=max_new_tokens,
+    )
+    settings = settings_from(EvaluateSettings, overrides)
+    loaded = _target(target, dtype, trust_remote_code)
+    report = evaluate_drafters(
+        loaded, drafters, _traces(traces) or collecting, settings, out, _progress(), trust_remote_code
+    )
+    _show_report(report, out, as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft select runs/mine/report.json --memory-fraction 0.2
+"""
+)
+def select(
+    report: Annotated[Path, typer.Argument(help="report.json of a run or of evaluate-acceptance.")],
+    memory_fraction: Annotated[float, typer.Option(help="Largest draft, as a share of the target's bytes.")] = 0.1,
+    runtime: Annotated[
+        str, typer.Option(help="Where the draft will be served: foredraft or transformers.")
+    ] = "foredraft",
+    as_json: Json = False,
+) -> None:
+    """Choose the drafter and its draft length, and say why the others lost."""
+    from foredraft.recipe import SelectSettings, validated
+    from foredraft.scoring import choose_from, read_report
+
+    settings = validated(SelectSettings, {"memory_fraction": memory_fraction, "runtime": runtime}, "select")
+    selection = choose_from(read_report(report), settings)
+    lines = [selection["sentence"], *(f"  {name}: {reason}" for name, reason in selection["reasons"].items())]
+    _print(selection, "\n".join(lines), as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft export runs/mine/drafts/prefix-6/distill-1a2b3c4d --target my-model --out served/draft
+"""
+)
+def export(
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    runtime: Annotated[str, typer.Option(help="For which runtime.")] = "transformers",
+    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1)] = 4,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Write a draft as another runtime loads it."""
+    from foredraft.verbs import export_draft
+
+    folder = export_draft(draft, _target(target, dtype), runtime, num_draft_tokens, out)
+    _print({"runtime": runtime, "folder": str(folder)}, f"For {runtime}: {folder}", as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft report runs/quickstart
+"""
+)
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run or of evaluate-acceptance.")], as_json: Json = False
+) -> None:
+    """Show the leaderboard of a finished run again."""
+    from foredraft.scoring import read_report
+
+    _show_report(read_report(folder / "report.json"), folder, as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft generate --target my-model --drafter draft --k 4 "Explain speculative decoding."
+"""
+)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    target: TargetName,
+    drafter: Annotated[str, typer.Option(help="Draft folder, hub id or kind; empty decodes plainly.")] = "",
+    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1)] = 4,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Answer one prompt by speculative decoding; the law of the answer is the target's."""
+    from foredraft.core.law import SamplingLaw
+    from foredraft.verbs import generate as answer
+    from foredraft.verbs import load_drafter
+
+    loaded = _target(target, dtype, trust_remote_code)
+    guesser = load_drafter(drafter, loaded, trust_remote_code) if drafter else None
+    decoded = answer(loaded, guesser, prompt, SamplingLaw(temperature), num_draft_tokens, max_new_tokens, seed)
+    figures = {
+        "text": decoded.text,
+        "tokens": decoded.tokens,
+        "target_calls": decoded.target_calls,
+        "mean_tokens_per_call": decoded.mean_tokens_per_call,
+        "tokens_per_second": decoded.tokens_per_second,
+    }
+    _print(figures, decoded.text, as_json)
+    _stderr.print(
+        f"{decoded.tokens} tokens, {decoded.target_calls} target calls, "
+        f"{decoded.mean_tokens_per_call:.2f} tokens per call, {decoded.tokens_per_second:.1f} tok/s"
+    )
+
+
+def main() -> None:
+    """Run the command line; a foreseen error is one or two lines on stderr and its exit status."""
+    _set_up_logging()
+    try:
+        app(standalone_mode=True)
+    except ForedraftError as error:
+        if "--json" in sys.argv:
+            sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        _stderr.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        raise SystemExit(error.exit_status) from None
+    except KeyboardInterrupt:
+        _stderr.print("Interrupted. The same command goes on where it was.")
+        raise SystemExit(130) from None
+
+
+def _set_up_logging() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(format="%(message)s", handlers=[RichHandler(console=_stderr, show_path=False, show_time=False)])
+    logging.getLogger("foredraft").setLevel(logging.INFO)
+
+
+def _progress() -> "Progress":
+    from foredraft.display import progress_for
+
+    return progress_for(_stderr)
+
+
+def _target(name: str, dtype: str, trust_remote_code: bool = False) -> "LocalTarget":
+    from foredraft.models.target import load_target
+
+    return load_target(name, dtype, trust_remote_code)
+
+
+def _traces(folders: list[Path]) -> "list[Trace]":
+    from foredraft.trace.store import open_trace
+
+    return [open_trace(folder) for folder in folders]
+
+
+def _show_report(report: dict[str, Any], folder: Path, as_json: bool) -> None:
+    from foredraft.acceptance.terminal import leaderboard_table
+
+    _print(report, leaderboard_table(report), as_json)
+    if not as_json:
+        _stdout.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+
+
+def _print_draft(out: Path, manifest: "DraftManifest", as_json: bool) -> None:
+    figures = {"draft": str(out), "kind": manifest.kind, "digest": manifest.digest, "target": manifest.target}
+    _print(figures, f"{manifest.kind} draft for {manifest.target}: {out}", as_json)
+
+
+def _print(figures: dict[str, Any], shown: RenderableType, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        _stdout.print(shown, highlight=False, markup=False, soft_wrap=True)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+if __name__ == "__main__":
+    main()

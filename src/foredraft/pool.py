@@ -1,0 +1,273 @@
+"""Runs a recipe: whatever is not there yet is made, each stage under a digest of its inputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from foredraft import verbs
+from foredraft.acceptance.html import render
+from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
+from foredraft.core.digest import digest_of
+from foredraft.core.files import whole_file, write_json
+from foredraft.core.law import SamplingLaw
+from foredraft.core.progress import SILENT, Progress
+from foredraft.models.target import LocalTarget, load_target
+from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
+from foredraft.scoring import Contender, choose_from, evaluate
+from foredraft.trace.collect import collect
+from foredraft.trace.prompts import Prompt, prompts_digest
+from foredraft.trace.split import split_sources
+from foredraft.trace.store import Trace, open_trace
+from foredraft.workspace import Workspace
+
+_DEFAULT_POOL = "recipes/default.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A candidate after some of its steps.
+
+    Attributes:
+        spec: What verbs.load_drafter takes.
+        key: Digest of everything that went into it.
+    """
+
+    spec: str
+    key: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.spec)
+
+
+def run_recipe(
+    recipe: Recipe, out: Path, progress: Progress = SILENT, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Make everything that `recipe` describes and is not in `out` yet; return the report.
+
+    Leaves traces/, drafts/, scores/, exports/, report.json and report.html in `out`. Called again it makes
+    nothing; after a kill it goes on where it was.
+
+    Raises:
+        UserError: the recipe asks for something that cannot be done, or `out` holds something else.
+    """
+    workspace = Workspace.open(out)
+    target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code)
+    return _Run(recipe, workspace, target, progress, trust_remote_code).finish()
+
+
+def default_recipe(target: str, prompts: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the shipped pool for a target and a file of prompts."""
+    data = yaml.safe_load(files("foredraft").joinpath(_DEFAULT_POOL).read_text(encoding="utf-8"))
+    data["target"]["model"] = target
+    for source in data["trace"]["prompts"]:
+        source["file"] = str(prompts)
+    return parse_recipe(yaml.safe_dump(data), "the default pool", overrides)
+
+
+def evaluate_drafters(
+    target: LocalTarget,
+    specs: Sequence[str],
+    text: Sequence[Trace] | TraceSettings,
+    settings: EvaluateSettings,
+    out: Path,
+    progress: Progress = SILENT,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Score drafters on traces, or on answers to the evaluation prompts of `text`; return the report.
+
+    Leaves report.json and report.html in `out`, and the traces if it collected them.
+    """
+    workspace = Workspace.open(out)
+    if isinstance(text, TraceSettings):
+        prompts = split_sources(text.prompts, text.seed).eval
+        text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
+    contenders = {
+        name: Contender(_spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
+        for name, spec in _named(specs).items()
+    }
+    report = evaluate(target, contenders, text, settings, workspace, progress)
+    _publish(workspace, report)
+    return report
+
+
+@final
+class _Run:
+    """One recipe in its workspace."""
+
+    def __init__(
+        self, recipe: Recipe, workspace: Workspace, target: LocalTarget, progress: Progress, trust_remote_code: bool
+    ) -> None:
+        self.recipe = recipe
+        self.workspace = workspace
+        self.target = target
+        self.progress = progress
+        self.trust_remote_code = trust_remote_code
+        self._made: dict[str, Made] = {}
+
+    def finish(self) -> dict[str, Any]:
+        split = split_sources(self.recipe.trace.prompts, self.recipe.trace.seed)
+        train, held_out = self._traces("train", split.train), self._traces("eval", split.eval)
+        for name in self.recipe.candidates:
+            self._make(name, train)
+        report = evaluate(
+            self.target, self._contenders(), held_out, self.recipe.evaluate, self.workspace, self.progress
+        )
+        report["selection"] = choose_from(report, self.recipe.select)
+        self._record(report)
+        report["exports"] = self._export(report["selection"]["exported"])
+        report["curves"] = {name: curve for name, made in self._made.items() if (curve := _curve(made.folder))}
+        report["stages"] = [asdict(record) for record in self.workspace.records()]
+        _publish(self.workspace, report)
+        return report
+
+    def _traces(self, part: str, prompts: Sequence[Prompt]) -> list[Trace]:
+        settings, laws = self.recipe.trace, [law.law() for law in self.recipe.trace.laws]
+        return [
+            _collected(self.workspace, self.target, settings, part, prompts, law, self.progress)
+            for law in (laws if prompts else [])
+        ]
+
+    def _make(self, name: str, train: Sequence[Trace]) -> Made:
+        if name not in self._made:
+            steps = self.recipe.candidates[name]
+            made = self._start(name, steps[0], train)
+            for step in steps[1:]:
+                made = self._follow(name, step, made, train)
+            self._made[name] = made
+        return self._made[name]
+
+    def _start(self, name: str, step: Step, train: Sequence[Trace]) -> Made:
+        match step.verb:
+            case "from":
+                return self._make(step.settings, train)
+            case "checkpoint":
+                return Made(step.settings, _spec_key(step.settings))
+            case "ngram" if not verbs.needs_building(step.settings.kind):
+                spec = verbs.model_free_spec(step.settings)
+                return Made(spec, digest_of(spec))
+        inputs = digest_of([self.target.fingerprint, *_keys(train)])
+        if step.verb == "ngram":
+            return self._stage(
+                name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, self.progress)
+            )
+        return self._stage(name, step, inputs, lambda out: verbs.init_draft(self.target, train, step.settings, out))
+
+    def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:
+        source, settings = made.folder, step.settings
+        make: dict[str, Callable[[Path], Any]] = {
+            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, self.progress),
+            "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
+            "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
+            "head": lambda out: verbs.set_head(source, self.target, settings, out),
+        }
+        learns = _keys(train) if step.verb in ("distill", "prune") else []
+        return self._stage(name, step, digest_of([made.key, *learns]), make[step.verb])
+
+    def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:
+        key = digest_of([step.verb, step.settings.model_dump(mode="json"), inputs])
+        path = self.workspace.root / "drafts" / name / f"{step.verb}-{key[:8]}"
+        self.workspace.stage(f"{step.verb} {name}", key, path, make)
+        return Made(str(path), key)
+
+    def _contenders(self) -> dict[str, Contender]:
+        parents = {name: steps[0].source or "" for name, steps in self.recipe.candidates.items()}
+        twins = {
+            parents[name]: name
+            for name, steps in self.recipe.candidates.items()
+            if [step.verb for step in steps] == ["from", "head"]
+        }
+        return {
+            name: Contender(
+                made.key,
+                partial(verbs.load_drafter, made.spec, self.target, self.trust_remote_code),
+                twins.get(name, ""),
+                parents[name],
+            )
+            for name, made in self._made.items()
+        }
+
+    def _record(self, report: dict[str, Any]) -> None:
+        for name, made in self._made.items():
+            if (made.folder / MANIFEST).is_file():
+                entries = {
+                    law["label"]: next(entry for entry in law["drafters"] if entry["name"] == name)
+                    for law in report["laws"]
+                }
+                record_measurement(made.folder, entries)
+
+    def _export(self, chosen: dict[str, Any]) -> dict[str, str]:
+        folders = {}
+        for runtime in self.recipe.export if chosen else []:
+            name, k = chosen["drafter"], chosen["k"]
+            key = digest_of([runtime, self._made[name].key, k])
+            path = self.workspace.root / "exports" / runtime / f"{name}-{key[:8]}"
+            export = partial(verbs.export_draft, self._made[name].folder, self.target, runtime, k)
+            self.workspace.stage(f"export {name} for {runtime}", key, path, export)
+            folders[runtime] = str(path)
+        return folders
+
+
+def _collected(
+    workspace: Workspace,
+    target: LocalTarget,
+    settings: TraceSettings,
+    part: str,
+    prompts: Sequence[Prompt],
+    law: SamplingLaw,
+    progress: Progress,
+) -> Trace:
+    numbers = settings.model_dump(include={"max_new_tokens", "top", "batch_size", "seed"})
+    key = digest_of([target.fingerprint, target.tokenizer_fingerprint, prompts_digest(prompts), str(law), numbers])
+    path = workspace.root / "traces" / f"{part}-{str(law).replace(' ', '-').replace('=', '')}-{key[:8]}"
+    workspace.stage(
+        f"collect {part} {law}",
+        key,
+        path,
+        lambda out: collect(target, prompts, settings, law, out, progress),
+        lambda out: out.exists() and open_trace(out).info.complete,
+    )
+    return open_trace(path)
+
+
+def _publish(workspace: Workspace, report: dict[str, Any]) -> None:
+    write_json(workspace.root / "report.json", report)
+    with whole_file(workspace.root / "report.html") as page:
+        page.write_text(render(report), encoding="utf-8")
+
+
+def _keys(traces: Sequence[Trace]) -> list[str]:
+    return [trace.digest for trace in traces]
+
+
+def _spec_key(spec: str) -> str:
+    """Identity of what a spec names: a draft's digest, a folder's files and their sizes, or the words themselves."""
+    folder = Path(spec)
+    if (folder / MANIFEST).is_file():
+        return read_manifest(folder).digest
+    if folder.is_dir():
+        return digest_of(
+            [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
+        )
+    return digest_of(spec)
+
+
+def _named(specs: Sequence[str]) -> dict[str, str]:
+    """Name each spec by its last part, numbered where two agree."""
+    named: dict[str, str] = {}
+    for spec in specs:
+        name = Path(spec).name if Path(spec).exists() else spec
+        number = sum(known == name or known.startswith(f"{name}#") for known in named)
+        named[f"{name}#{number + 1}" if number else name] = spec
+    return named
+
+
+def _curve(folder: Path) -> list[dict[str, Any]]:
+    if not (folder / MANIFEST).is_file():
+        return []
+    return [dict(point) for point in read_manifest(folder).curve]

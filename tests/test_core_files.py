@@ -1,0 +1,105 @@
+"""Files are whole or absent; the workspace never overwrites; checkpoints know their files."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from foredraft.checkpoint import DraftManifest, read_manifest, record_measurement, verify_draft, write_draft
+from foredraft.core.errors import CheckpointError, OutputError
+from foredraft.core.files import whole_file, whole_folder, write_json
+from foredraft.workspace import Workspace
+
+MANIFEST = DraftManifest("ngram", 100, "target", "t1", "k1", options={"order": 3})
+
+
+def fill(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"abc")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_json(file, {"a": 1})
+    with pytest.raises(RuntimeError), whole_file(file) as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), whole_folder(tmp_path / "out") as partial:
+        fill(partial)
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="No space left"), whole_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_folders_are_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    with pytest.raises(OutputError, match="exists already"), whole_folder(tmp_path / "out") as partial:
+        fill(partial)
+    with pytest.raises(OutputError, match="holds something"):
+        Workspace.open(tmp_path / "out")
+    with pytest.raises(OutputError, match="is a file"):
+        Workspace.open(tmp_path / "out" / "thesis.txt")
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_stage_runs_once_and_is_remembered(tmp_path: Path) -> None:
+    workspace, calls = Workspace.open(tmp_path / "run"), []
+
+    def make(path: Path) -> None:
+        calls.append(path)
+        path.write_text("done")
+
+    for _ in range(2):
+        Workspace.open(tmp_path / "run").stage("step", "k1", workspace.root / "step", make)
+    assert len(calls) == 1
+    (record,) = workspace.records()
+    assert (record.name, record.key) == ("step", "k1")
+    assert record.peak_bytes > 1e6
+
+
+def test_a_stage_that_fails_runs_again(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        workspace.stage("step", "k1", workspace.root / "step", lambda path: 1 / 0)
+    assert workspace.records() == []
+    workspace.stage("step", "k1", workspace.root / "step", lambda path: path.touch())
+    assert len(workspace.records()) == 1
+
+
+def test_a_draft_comes_back_as_written(tmp_path: Path) -> None:
+    written = write_draft(tmp_path / "draft", MANIFEST, fill)
+    assert read_manifest(tmp_path / "draft") == written
+    assert set(written.files) == {"weights.bin"}
+    record_measurement(tmp_path / "draft", {"T=0": {"expected_acceptance": 0.5}})
+    assert verify_draft(tmp_path / "draft").digest == written.digest
+    assert read_manifest(tmp_path / "draft").measured["T=0"] == {"expected_acceptance": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "weights.bin").write_bytes(b"abd"), "was changed"),
+        (lambda folder: (folder / "weights.bin").unlink(), "lacks weights.bin"),
+        (lambda folder: (folder / "foredraft.json").unlink(), "is no foredraft checkpoint"),
+        (lambda folder: (folder / "foredraft.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "foredraft.json").write_text('{"schema": 99}'), "has schema 99"),
+        (lambda folder: (folder / "foredraft.json").write_text('{"schema": 1}'), "cannot be read"),
+        (lambda folder: (folder / "foredraft.json").write_text("[]"), "cannot be read"),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage, message: str) -> None:
+    write_draft(tmp_path / "draft", MANIFEST, fill)
+    damage(tmp_path / "draft")
+    with pytest.raises(CheckpointError, match=message):
+        verify_draft(tmp_path / "draft")

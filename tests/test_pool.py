@@ -1,0 +1,174 @@
+"""The main job end to end on a tiny target, through the command line in processes of their own."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import WORDS
+
+RECIPE = """
+target: {{model: {target}}}
+trace:
+  prompts: [{{file: {prompts}, train: 16, eval: 8}}]
+  max_new_tokens: 24
+  batch_size: 8
+candidates:
+  lookup: [{{ngram: {{kind: prompt-lookup}}}}]
+  ngram: [{{ngram: {{kind: ngram, order: 3}}}}]
+  untrained: [{{init: {{layers: first-3, vocab: 128}}}}]
+  prefix:
+    - from: untrained
+    - distill: {{tokens: 6000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
+  matched:
+    - from: untrained
+    - distill: {{tokens: 3000, batch_tokens: 256, layer_matching: 0.1}}
+  int8: [{{from: prefix}}, {{quantize: {{bits: 8}}}}]
+  pruned: [{{from: prefix}}, {{prune: {{layers: 1, by: last}}}}, {{distill: {{tokens: 1500, batch_tokens: 256}}}}]
+  full-head: [{{from: prefix}}, {{head: {{rows: full}}}}]
+evaluate: {{num_draft_tokens: 1..3, audit_prompts: 2, audit_tokens: 16, cost_repeats: 3}}
+select: {{memory_fraction: 2.0, runtime: transformers}}
+"""
+
+
+def foredraft(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "foredraft.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        **options,
+    )
+
+
+def _environment() -> dict[str, str]:
+    source = Path(__file__).parents[1] / "src"
+    return {**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    words = random.Random(0)
+    rows = [
+        {"id": f"p{index}", "domain": ("left", "right")[index % 2], "prompt": " ".join(words.choices(WORDS, k=6))}
+        for index in range(24)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(target=tiny_target_folder, prompts=folder / "prompts.jsonl"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """One uninterrupted run and its report."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    ended = foredraft("run", recipe, "--out", out, "--json")
+    assert ended.returncode == 0, ended.stderr
+    return out, json.loads(ended.stdout)
+
+
+def test_the_report_keeps_its_contract(finished: tuple[Path, dict]) -> None:
+    out, report = finished
+    assert report == json.loads((out / "report.json").read_text())
+    assert report["schema"] == 1
+    assert [law["temperature"] for law in report["laws"]] == [0.0, 1.0]
+    names = {"lookup", "ngram", "untrained", "prefix", "matched", "int8", "pruned", "full-head"}
+    for law in report["laws"]:
+        assert {"temperature", "top_k", "top_p", "drafters"} <= set(law)
+        assert {entry["name"] for entry in law["drafters"]} == names
+        for entry in law["drafters"]:
+            assert 0.0 <= entry["expected_acceptance"] <= 1.0
+            assert set(entry["mean_tokens_per_call"]) == {"1", "2", "3"}
+            assert all(1.0 <= value <= int(k) + 1 for k, value in entry["mean_tokens_per_call"].items())
+            assert [len(entry["acceptance_by_position"][k]) for k in ("1", "2", "3")] == [1, 2, 3]
+            assert set(entry["domains"]) == {"left", "right"}
+            assert entry["cost_ratio"] > 0
+            assert set(entry["predicted_speedup"]) == {"1", "2", "3"}
+            assert entry["best_k"] in (0, 1, 2, 3)
+            assert entry["measured_speedup"]["value"] > 0
+            assert entry["audit"]["prompts"] == 2
+            assert {"interval", "parameters", "bytes", "prompts", "tokens", "kind"} <= set(entry)
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_distillation_beats_its_initialisation_paired(finished: tuple[Path, dict]) -> None:
+    _, report = finished
+    gains = [pair for pair in report["paired"] if (pair["better"], pair["worse"]) == ("prefix", "untrained")]
+    assert len(gains) == 2
+    assert all(gain["interval"][0] > 0 for gain in gains)
+
+
+def test_the_winner_has_a_reason_and_so_has_every_loser(finished: tuple[Path, dict]) -> None:
+    _, report = finished
+    selection = report["selection"]
+    assert selection["sentence"]
+    losers = {entry["name"] for entry in report["laws"][0]["drafters"]} - {selection["drafter"]}
+    assert set(selection["reasons"]) >= losers
+
+
+def test_a_second_run_makes_nothing(recipe: Path, finished: tuple[Path, dict]) -> None:
+    out, report = finished
+    before = _state(out)
+    again = foredraft("run", recipe, "--out", out, "--json")
+    assert json.loads(again.stdout) == report
+    assert {path: stat for path, stat in _state(out).items() if path.name not in REWRITTEN} == {
+        path: stat for path, stat in before.items() if path.name not in REWRITTEN
+    }
+
+
+REWRITTEN = ("report.json", "report.html")
+
+
+def test_an_edit_remakes_only_what_depends_on_it(recipe: Path, finished: tuple[Path, dict], tmp_path: Path) -> None:
+    out, _ = finished
+    before = _state(out)
+    ended = foredraft("run", recipe, "--out", out, "--json", "--set", "candidates.pruned.2.distill.tokens=1600")
+    assert ended.returncode == 0, ended.stderr
+    new = {path.relative_to(out).parts[:3] for path in _state(out) if path not in before}
+    made = {parts[:2] for parts in new if parts[0] in ("drafts", "traces")}
+    assert made == {("drafts", "pruned")}
+
+
+def test_killed_anywhere_and_run_again_equals_uninterrupted(
+    recipe: Path, finished: tuple[Path, dict], tmp_path: Path
+) -> None:
+    whole, report = finished
+    out, chance = tmp_path / "killed", random.Random(7)
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "foredraft.cli", "run", str(recipe), "--out", str(out)],
+            env=_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(chance.uniform(4, 9))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    ended = foredraft("run", recipe, "--out", out, "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert _without_seconds(json.loads(ended.stdout)) == _without_seconds(report)
+    for part in ("traces", "drafts"):
+        for file in sorted((whole / part).rglob("*")):
+            if file.suffix in (".parquet", ".safetensors"):
+                assert file.read_bytes() == (out / file.relative_to(whole)).read_bytes(), file
+
+
+def _state(out: Path) -> dict[Path, tuple[int, int]]:
+    return {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in out.rglob("*") if file.is_file()}
+
+
+def _without_seconds(report: dict) -> dict:
+    counted = ("expected_acceptance", "acceptance_by_position", "mean_tokens_per_call", "interval", "domains", "tokens")
+    return {
+        str(law["temperature"]): {entry["name"]: {key: entry[key] for key in counted} for entry in law["drafters"]}
+        for law in report["laws"]
+    }
