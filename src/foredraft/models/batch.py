@@ -60,7 +60,11 @@ class Batch:
         width = max(self.prompt_lengths[row] for row in rows)
         token_ids = torch.stack([pad(self._prompts[row], (width - self.prompt_lengths[row], 0)) for row in rows])
         spared = self._width - width
-        cache, padding, mask = KeyValueCache(self._model, width), self._padding[rows] - spared, self._mask[rows, spared:]
+        cache, padding, mask = (
+            KeyValueCache(self._model, width),
+            self._padding[rows] - spared,
+            self._mask[rows, spared:],
+        )
         step = max(1, _GROUP_TOKENS // len(rows))
         for start in range(0, width, step):
             hidden = self._pass(cache, token_ids[:, start : start + step].to(self._model.device), padding, mask)
