@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import WORDS
 
@@ -158,6 +161,38 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
         for file in sorted((whole / part).rglob("*")):
             if file.suffix in (".parquet", ".safetensors"):
                 assert file.read_bytes() == (out / file.relative_to(whole)).read_bytes(), file
+
+
+def test_the_readme_s_lines_run(finished: tuple[Path, dict], tiny_target_folder: Path, tmp_path: Path) -> None:
+    out, report = finished
+    trace = next((out / "traces").glob("eval-T0-*"))
+    named = {
+        "my-model": str(tiny_target_folder),
+        '"draft"': f'"{next((out / "drafts" / "prefix").glob("distill-*"))}"',
+        '"trace"': f'"{trace}"',
+        '"scores"': f'"{tmp_path / "scores"}"',
+        "runs/quickstart/exports/transformers/NAME": report["exports"]["transformers"],
+    }
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3), "max_new_tokens": 8}
+    for heading in ("## Using the exported draft", "## From Python"):
+        known: dict[str, Any] = {"target": model, "inputs": inputs}
+        exec(_replaced(_code_under(heading), named), known)
+    assert known["report"]["schema"] == 1
+    draft = AutoModelForCausalLM.from_pretrained(report["exports"]["transformers"])
+    assert torch.equal(model.generate(**inputs), model.generate(**inputs, assistant_model=draft))
+
+
+def _code_under(heading: str) -> str:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    section = readme.split(f"{heading}\n", 1)[1].split("\n## ", 1)[0]
+    return "".join(f"{line[4:]}\n" for line in section.splitlines() if line.startswith("    "))
+
+
+def _replaced(text: str, values: dict[str, str]) -> str:
+    for old, new in values.items():
+        text = text.replace(old, new)
+    return text
 
 
 def _state(out: Path) -> dict[Path, tuple[int, int]]:

@@ -276,7 +276,7 @@ def evaluate_acceptance(
     settings = settings_from(EvaluateSettings, overrides)
     loaded = _target(target, dtype, trust_remote_code)
     report = evaluate_drafters(
-        loaded, drafters, _traces(traces) or collecting, settings, out, _progress(), trust_remote_code
+        loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
     )
     _show_report(report, out, as_json)
 

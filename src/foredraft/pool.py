@@ -27,6 +27,7 @@ from foredraft.trace.split import Split, split_sources
 from foredraft.trace.store import Trace, open_trace
 from foredraft.workspace import Workspace
 
+DEFAULT_EVALUATION = EvaluateSettings()
 _DEFAULT_POOL = "recipes/default.yaml"
 
 
@@ -82,8 +83,8 @@ def evaluate_drafters(
     target: LocalTarget,
     specs: Sequence[str],
     text: Sequence[Trace] | TraceSettings,
-    settings: EvaluateSettings,
-    out: Path,
+    out: Path | str,
+    settings: EvaluateSettings = DEFAULT_EVALUATION,
     progress: Progress = SILENT,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def evaluate_drafters(
 
     Leaves report.json and report.html in `out`, and the traces if it collected them.
     """
-    workspace = Workspace.open(out)
+    workspace = Workspace.open(Path(out))
     contenders = {}
     for name, spec in _named(specs).items():
         drafter = verbs.load_drafter(spec, target, trust_remote_code)
