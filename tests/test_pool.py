@@ -19,7 +19,7 @@ from tests.tiny import WORDS
 RECIPE = """
 target: {{model: {target}}}
 trace:
-  prompts: [{{file: {prompts}, train: 16, eval: 8}}]
+  prompts: [{{file: {prompts}, train: 40, eval: 12}}]
   max_new_tokens: 24
   batch_size: 8
 candidates:
@@ -28,7 +28,7 @@ candidates:
   untrained: [{{init: {{layers: first-3, vocab: 128}}}}]
   prefix:
     - from: untrained
-    - distill: {{tokens: 6000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
+    - distill: {{tokens: 12000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
   matched:
     - from: untrained
     - distill: {{tokens: 3000, batch_tokens: 256, layer_matching: 0.1}}
@@ -60,7 +60,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
     words = random.Random(0)
     rows = [
         {"id": f"p{index}", "domain": ("left", "right")[index % 2], "prompt": " ".join(words.choices(WORDS, k=6))}
-        for index in range(24)
+        for index in range(60)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "recipe.yaml"
@@ -157,10 +157,11 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
     ended = foredraft("run", recipe, "--out", out, "--json")
     assert ended.returncode == 0, ended.stderr
     assert _without_seconds(json.loads(ended.stdout)) == _without_seconds(report)
-    for part in ("traces", "drafts"):
-        for file in sorted((whole / part).rglob("*")):
-            if file.suffix in (".parquet", ".safetensors"):
-                assert file.read_bytes() == (out / file.relative_to(whole)).read_bytes(), file
+    made = [file for part in ("traces", "drafts") for file in sorted((out / part).rglob("*"))]
+    weights = [file for file in made if file.suffix in (".parquet", ".safetensors")]
+    assert len(weights) > 10
+    for file in weights:
+        assert file.read_bytes() == (whole / file.relative_to(out)).read_bytes(), file
 
 
 def test_the_readme_s_lines_run(finished: tuple[Path, dict], tiny_target_folder: Path, tmp_path: Path) -> None:
