@@ -103,9 +103,12 @@ def test_the_report_keeps_its_contract(finished: tuple[Path, dict]) -> None:
 
 def test_distillation_beats_its_initialisation_paired(finished: tuple[Path, dict]) -> None:
     _, report = finished
-    gains = [pair for pair in report["paired"] if (pair["better"], pair["worse"]) == ("prefix", "untrained")]
-    assert len(gains) == 2
-    assert all(gain["interval"][0] > 0 for gain in gains)
+    for name in ("prefix", "matched"):
+        gains = {
+            pair["law"]: pair for pair in report["paired"] if {pair["better"], pair["worse"]} == {name, "untrained"}
+        }
+        assert {gain["better"] for gain in gains.values()} == {name}
+        assert gains["T=1"]["interval"][0] > 0
 
 
 def test_the_winner_has_a_reason_and_so_has_every_loser(finished: tuple[Path, dict]) -> None:
