@@ -143,7 +143,7 @@ class NgramStep(Settings):
 class HeadStep(Settings):
     """Which rows of the head a draft computes."""
 
-    rows: Literal["full", "trimmed"] = "full"
+    rows: Literal["full"] = Field("full", description="full: every row, as runtimes without a map of token ids run it.")
 
 
 class Step(Settings):
