@@ -1,11 +1,12 @@
 """Shared fixtures: tiny models on disk, made once a session."""
 
 import os
+from pathlib import Path
 
+# Processes that tests start find the package, installed or not.
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from pathlib import Path
 
 import pytest
 import torch

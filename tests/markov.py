@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.core.digest import digest_of
-from foredraft.core.law import SamplingLaw, law_logprobs, law_probs, sample_index
+from foredraft.core.law import SamplingLaw, law_logprobs, sample_index
 from foredraft.core.protocols import Continuation
 from tests.tiny import tiny_tokenizer
 
@@ -43,24 +43,22 @@ class MarkovTarget:
         on_tokens: Callable[[int], None],
     ) -> list[Continuation]:
         self.calls.append([prompt.tolist() for prompt in prompts])
-        return [
-            self._continue(prompt, law, max_new_tokens, top, seed, on_tokens)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        own = law_logprobs(self.logits, law)
+        stored = law_logprobs(self.logits, SamplingLaw() if law.is_greedy else law)
+        answers = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            generator = torch.Generator().manual_seed(seed)
+            tokens = [int(prompt[-1])]
+            while len(tokens) <= max_new_tokens and (len(tokens) == 1 or tokens[-1] not in self.stop_ids):
+                uniform = float(torch.rand((), generator=generator))
+                tokens.append(sample_index(own[tokens[-1]].exp(), uniform))
+                on_tokens(1)
+            answers.append(self._continuation(tokens, own, stored, top))
+        return answers
 
-    def _continue(
-        self, prompt: Tensor, law: SamplingLaw, most: int, top: int, seed: int, on_tokens: Callable[[int], None]
-    ) -> Continuation:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = [int(prompt[-1])]
-        while len(tokens) <= most and (len(tokens) == 1 or tokens[-1] not in self.stop_ids):
-            uniform = float(torch.rand((), generator=generator))
-            tokens.append(sample_index(law_probs(self.logits[tokens[-1]], law), uniform))
-            on_tokens(1)
-        answer, logits = torch.tensor(tokens[1:]), self.logits[tokens[:-1]]
-        emitted = law_logprobs(logits, law).gather(1, answer[:, None]).squeeze(1)
-        stored = law_logprobs(logits, SamplingLaw() if law.is_greedy else law)
-        top_logprobs, top_ids = stored.topk(min(top, self.vocab_size), dim=1)
+    def _continuation(self, tokens: list[int], own: Tensor, stored: Tensor, top: int) -> Continuation:
+        before, answer = torch.tensor(tokens[:-1]), torch.tensor(tokens[1:])
+        top_logprobs, top_ids = stored[before].topk(min(top, self.vocab_size), dim=1)
         tail = (1.0 - top_logprobs.exp().sum(1)).clamp(0.0, 1.0)
         reason = "stop" if tokens[-1] in self.stop_ids else "length"
-        return Continuation(answer, emitted, top_ids, top_logprobs, tail, reason)
+        return Continuation(answer, own[before, answer], top_ids, top_logprobs, tail, reason)

@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from foredraft.compress.prune import prune_layers
 from foredraft.compress.quantize import quantize_int8, round_rows
 from foredraft.core.errors import ModelError
+from foredraft.core.law import GREEDY
+from foredraft.core.protocols import Answer
+from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
 from foredraft.models.int8 import Int8Linear, body_linears, has_int8_body
 from foredraft.models.loading import load_model
@@ -204,6 +207,18 @@ def test_a_pruned_quantized_draft_still_decodes_with_its_cache() -> None:
         for cached in (True, False)
     )
     assert with_cache.tolist() == without.tolist()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_replay_sees_the_tokens_that_propose_guesses(bits: int) -> None:
+    drafter = CausalLMDrafter(quantize_int8(Draft(tiny_model()), bits), GREEDY, 272)
+    text = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(2))
+    guesses = [int(drafter.propose(text[:n], 1, torch.Generator()).token_ids) for n in range(5, 40)]
+    text[5::2] = torch.tensor(guesses[::2])
+    guesses = [int(drafter.propose(text[:n], 1, torch.Generator()).token_ids) for n in range(5, 40)]
+    (emitted,) = drafter.replay([Answer(text, start=5)], 1)
+    assert emitted.probs.tolist() == [float(guess == token) for guess, token in zip(guesses, text[5:], strict=True)]
+    assert 0 < emitted.probs.sum() < 35
 
 
 def test_a_quantized_draft_is_not_quantized_again() -> None:

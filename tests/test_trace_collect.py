@@ -1,11 +1,6 @@
 """Collecting: the rows are the target's own words, whatever the batches, the kills and the order."""
 
 import logging
-import multiprocessing
-import os
-import random
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,9 +16,8 @@ from foredraft.recipe import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, render
 from foredraft.trace.rows import TraceRow
-from foredraft.trace.store import MANIFEST, open_trace
 from tests.markov import MarkovTarget
-from tests.test_trace_store import folder
+from tests.traces import folder
 
 LAWS = (GREEDY, SamplingLaw(), SamplingLaw(0.7, top_k=20, top_p=0.9))
 
@@ -62,7 +56,7 @@ def test_every_row_is_what_the_law_says(tmp_path: Path, law: SamplingLaw) -> Non
         assert torch.equal(row.prompt_ids, render(prompt, target.tokenizer))
         assert (row.finish_reason == "stop") == (row.answer_ids[-1] == 2)
         assert row.finish_reason == "stop" or len(row.answer_ids) == 12
-        logits = target.logits[[row.prompt_ids[-1], *row.answer_ids[:-1]]]
+        logits = target.logits[torch.cat((row.prompt_ids[-1:], row.answer_ids[:-1]))]
         emitted = law_logprobs(logits, law).gather(1, row.answer_ids[:, None]).squeeze(1)
         assert torch.equal(row.logprobs, emitted)
         stored = law_logprobs(logits, trace.info.stored_law)
@@ -230,92 +224,3 @@ def test_settings_that_the_template_ignores_warn(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         collect(MarkovTarget(), [prompt, ask("q", "y")], settings(), GREEDY, tmp_path / "t")
     assert "1 prompts, 'p' first, carry tools" in caplog.text
-
-
-KILL_PROMPTS = [*some_prompts(7), ask("talk", "one", "two")]
-
-
-def _collect_until_killed(out: Path, die_at: int, pause: float) -> None:
-    """Run in a process of its own: SIGKILL comes in the middle of file operation `die_at`, counted from 0."""
-    calls = 0
-
-    def deadly(operation):
-        def counted(*arguments, **keywords):
-            nonlocal calls
-            calls += 1
-            time.sleep(pause)
-            if calls == die_at + 1:
-                if operation is write_bytes:
-                    write_bytes(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*arguments, **keywords)
-
-        return counted
-
-    write_bytes = Path.write_bytes
-    Path.write_bytes = deadly(Path.write_bytes)  # type: ignore[method-assign]
-    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
-    torch.set_num_threads(1)
-    collect(MarkovTarget(), KILL_PROMPTS, settings(), SamplingLaw(), out)
-
-
-@pytest.fixture(scope="module")
-def processes() -> multiprocessing.context.ForkServerContext:
-    """Starts processes from a clean one that holds no threads, and has the slow imports behind it."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.markov", "foredraft.trace.collect"])
-    return context
-
-
-def test_killed_in_any_file_operation_and_resumed_is_as_if_never_killed(tmp_path: Path, processes) -> None:
-    whole = collect(MarkovTarget(), KILL_PROMPTS, settings(), SamplingLaw(), tmp_path / "whole")
-    died = 0
-    for die_at in range(1000):
-        out = tmp_path / f"killed-{die_at}"
-        process = processes.Process(target=_collect_until_killed, args=(out, die_at, 0.0))
-        process.start()
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)
-        died += process.exitcode != 0
-        if (out / MANIFEST).exists():
-            assert_prefix(out, list(whole.rows()))
-        collect(MarkovTarget(), KILL_PROMPTS, settings(), SamplingLaw(), out)
-        assert folder(out) == folder(tmp_path / "whole")
-        if process.exitcode == 0:
-            break
-    assert died >= 3 * len(whole.info.shards)
-
-
-def test_killed_at_random_moments_while_being_read(tmp_path: Path, processes) -> None:
-    reference = list(collect(MarkovTarget(), KILL_PROMPTS, settings(), SamplingLaw(), tmp_path / "whole").rows())
-    out, moments = tmp_path / "killed", random.Random(0)
-    kills = reads = 0
-    while True:
-        process = processes.Process(target=_collect_until_killed, args=(out, 10**6, 0.004))
-        process.start()
-        patience = time.monotonic() + moments.uniform(0.05, 0.25) * (1 + kills)
-        while process.is_alive() and time.monotonic() < patience:
-            if (out / MANIFEST).exists():
-                assert_prefix(out, reference)
-                reads += 1
-        if process.is_alive():
-            process.kill()
-            kills += 1
-        process.join()
-        if process.exitcode == 0:
-            break
-    assert kills
-    assert reads
-    assert folder(out) == folder(tmp_path / "whole")
-
-
-def assert_prefix(out: Path, reference: list[TraceRow]) -> None:
-    """A trace that is being written holds the first shards of the finished one, whole."""
-    trace = open_trace(out)
-    rows = list(trace.rows())
-    assert len(rows) == trace.info.num_rows
-    for row, expected in zip(rows, reference[: len(rows)], strict=True):
-        assert row.id == expected.id
-        assert torch.equal(row.answer_ids, expected.answer_ids)
-        assert torch.equal(row.top_logprobs, expected.top_logprobs)

@@ -12,7 +12,7 @@ from foredraft.core.errors import OutputError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import MANIFEST, Trace, TraceWriter, open_trace, require_same
-from tests.traces import build_trace, trace_info, trace_row
+from tests.traces import build_trace, folder, trace_info, trace_row
 
 
 def random_rows(count: int, seed: int = 0, top: int = 4) -> list[TraceRow]:
@@ -56,6 +56,15 @@ def test_answers_and_rows_without_tops_hold_the_same_tokens(tmp_path: Path) -> N
         assert torch.equal(cheap.logprobs, row.logprobs)
         assert answer.start == len(row.prompt_ids)
         assert answer.token_ids.tolist() == [*row.prompt_ids.tolist(), *row.answer_ids.tolist()]
+
+
+def test_a_sample_depends_on_ids_only(tmp_path: Path) -> None:
+    rows = random_rows(11)
+    one = build_trace(tmp_path / "a", rows).sample(4)
+    two = build_trace(tmp_path / "b", rows[::-1], batch_size=2).sample(4)
+    assert [row.id for row in one] == [row.id for row in two]
+    assert len({row.id for row in one}) == 4
+    assert {row.id for row in build_trace(tmp_path / "c", rows).sample(99)} == {row.id for row in rows}
 
 
 def test_same_rows_same_bytes_same_digest(tmp_path: Path) -> None:
@@ -196,7 +205,3 @@ def test_an_empty_folder_and_leftovers_of_a_kill_are_a_fresh_start(tmp_path: Pat
     TraceWriter.open(tmp_path, trace_info()).finish()
     assert os.listdir(tmp_path) == [MANIFEST]
     assert isinstance(open_trace(tmp_path), Trace)
-
-
-def folder(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}

@@ -23,15 +23,26 @@ class MarkovSession:
         rows = [_row(token_ids[:end], self.order, self.table.shape[1]) for end in _ends(token_ids, last)]
         return self.table[rows]
 
+    def tree_logits(
+        self, token_ids: Int[Tensor, " tokens"], nodes: Int[Tensor, " nodes"], parents: tuple[int, ...]
+    ) -> Float[Tensor, "positions vocab"]:
+        texts = [token_ids.tolist()]
+        for token_id, parent in zip(nodes.tolist(), parents, strict=True):
+            texts.append([*texts[parent + 1], token_id])
+        return self.table[[_row(text, self.order, self.table.shape[1]) for text in texts]]
+
+    def keep(self, path: tuple[int, ...]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class MarkovDrafter:
     """A drafter whose law depends on the last `order` tokens. Draws from `uniform`, or from the generator."""
 
     table: Float[Tensor, "contexts vocab"]
-    law: SamplingLaw = SamplingLaw()  # noqa: RUF009
+    law: SamplingLaw = SamplingLaw()
     order: int = 1
     uniform: Callable[[], float] | None = None
+    kind: str = "markov"
     num_parameters: int = 0
     num_bytes: int = 0
 
@@ -71,6 +82,7 @@ class Lookup:
 
     vocab_size: int
     law: SamplingLaw = GREEDY
+    kind: str = "lookup"
     num_parameters: int = 0
     num_bytes: int = 0
 

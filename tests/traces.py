@@ -72,3 +72,8 @@ def build_trace(path: Path, rows: Sequence[TraceRow], law: SamplingLaw = GREEDY,
     for start in range(0, len(rows), size):
         writer.append(rows[start : start + size])
     return writer.finish()
+
+
+def folder(path: Path) -> dict[str, bytes]:
+    """Return the content of every file, by name."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}

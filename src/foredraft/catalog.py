@@ -44,6 +44,13 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "transformers": "foredraft.export.transformers:export_transformers",
     },
 }
+_SINGULAR = {
+    "drafters": "drafter",
+    "builders": "drafter kind",
+    "loaders": "draft kind",
+    "losses": "loss",
+    "exporters": "runtime to export for",
+}
 
 
 def names(group: str) -> list[str]:
@@ -63,7 +70,7 @@ def resolve(group: str, name: str) -> Any:
     for entry in entry_points(group=f"foredraft.{group}"):
         if entry.name == name:
             return entry.load()
-    raise UnknownNameError(unknown_name_message(group.removesuffix("s"), name, names(group)))
+    raise UnknownNameError(unknown_name_message(_SINGULAR[group], name, names(group)))
 
 
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:

@@ -1,9 +1,9 @@
 """A draft on disk: a folder with foredraft.json beside what its kind needs, written whole or not at all."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-import json
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,11 @@ def verify_draft(path: Path) -> DraftManifest:
 
 
 def record_measurement(path: Path, measured: Mapping[str, Any]) -> None:
-    """Store measured acceptance and cost in a draft's manifest; its digest stays."""
-    manifest = replace(read_manifest(path), measured=measured)
+    """Store measured acceptance and cost in a draft's manifest, unless they stand there already; its digest stays."""
+    found = read_manifest(path)
+    if found.measured == measured:
+        return
+    manifest = replace(found, measured=measured)
     write_json(path / MANIFEST, {"schema": SCHEMA, **asdict(manifest)})
 
 

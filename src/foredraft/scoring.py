@@ -98,12 +98,14 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
     figures = over_laws([[_figures(entry) for entry in law["drafters"]] for law in report["laws"]])
     selection = choose(figures, settings, report["target"]["bytes"])
     speedup = selection.predicted_speedup
+    laws = " and ".join(law["label"] for law in report["laws"])
+    averaged = f" (Times of {laws} averaged.)" if len(report["laws"]) > 1 else ""
     return {
         "drafter": "" if selection.drafter == NO_SPECULATION else selection.drafter,
         "k": selection.k,
         "predicted_speedup": speedup.value,
         "interval": [speedup.low, speedup.high] if speedup.has_interval else None,
-        "sentence": selection.sentence,
+        "sentence": selection.sentence + averaged,
         "reasons": dict(selection.reasons),
         "exported": _exportable(figures, selection.drafter),
     }
@@ -206,7 +208,9 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
 
 
 def _best_k(costs: Costs, name: str, report: AcceptanceReport) -> int:
-    return max(report.ks, key=lambda k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k)))
+    return max(
+        report.ks, key=lambda k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k))
+    )
 
 
 def _timing_text(trace: Trace) -> Int[Tensor, " tokens"]:

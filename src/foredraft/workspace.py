@@ -57,7 +57,12 @@ class Workspace:
         return Workspace(root)
 
     def stage(
-        self, name: str, key: str, path: Path, make: Callable[[Path], Any], is_done: Callable[[Path], bool] = Path.exists
+        self,
+        name: str,
+        key: str,
+        path: Path,
+        make: Callable[[Path], Any],
+        is_done: Callable[[Path], bool] = Path.exists,
     ) -> Path:
         """Return `path` after `make` has written it, unless it is done already.
 

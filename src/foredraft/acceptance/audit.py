@@ -86,7 +86,7 @@ def audit(
     limits = Limits(max_new_tokens, target.stop_ids, target.max_context)
     plain: list[Decoded] = []
     literal: dict[str, list[Decoded]] = {name: [] for name in drafters}
-    with progress.task(f"audit {law}", len(prompts) * (len(drafters) + 1), "answers") as task:
+    with progress.task(f"audit {law}", float(len(prompts) * (len(drafters) + 1)), "answers") as task:
         for number, prompt in enumerate(prompts):
             session, generator = target.session(), torch.Generator().manual_seed(seed + number)
             session.logits(prompt, 1)
@@ -112,7 +112,9 @@ def _audit(
     literal: Sequence[Decoded],
     seed: int,
 ) -> Audit:
-    answers = [Answer(torch.cat((prompt, run.token_ids)), len(prompt)) for prompt, run in zip(prompts, literal, strict=True)]
+    answers = [
+        Answer(torch.cat((prompt, run.token_ids)), len(prompt)) for prompt, run in zip(prompts, literal, strict=True)
+    ]
     generator = np.random.default_rng(seed)
     calls = np.zeros(_SIMULATIONS)
     for answer, emitted in zip(answers, drafter.replay(answers, k), strict=True):
@@ -162,11 +164,12 @@ def _simulated_calls(accepts: Float[np.ndarray, "answer k"], k: int, generator: 
 def _speedup(
     plain: Sequence[Decoded], literal: Sequence[Decoded], generator: np.random.Generator
 ) -> tuple[float, float, float]:
-    seconds = np.array([[one.seconds, len(one.token_ids), other.seconds, len(other.token_ids)] for one, other in zip(plain, literal, strict=True)])  # fmt: skip
+    seconds = np.array([[run.seconds, len(run.token_ids)] for run in (*plain, *literal)]).reshape(2, len(plain), 2)
 
-    def ratio(sums: np.ndarray) -> np.ndarray:
-        return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+    def ratio(sums: np.ndarray) -> Any:
+        per_token = sums[..., 0] / sums[..., 1]
+        return per_token[0] / per_token[1]
 
-    drawn = seconds[generator.integers(len(seconds), size=(_RESAMPLES, len(seconds)))].sum(1)
+    drawn = seconds[:, generator.integers(len(plain), size=(_RESAMPLES, len(plain)))].sum(2)
     low, high = np.quantile(ratio(drawn), [0.025, 0.975]).tolist()
-    return float(ratio(seconds.sum(0))), low, high
+    return float(ratio(seconds.sum(1))), low, high

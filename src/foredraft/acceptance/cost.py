@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.proposal import Proposal
 from foredraft.core.protocols import Drafter
+from foredraft.core.speedup import break_even_acceptance
 from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
 
 _WARM_UP_ROUNDS = 2
 
 
+@runtime_checkable
 class TimedTarget(Protocol):
     """A target that can be timed: it opens sessions and knows its width."""
 
@@ -67,16 +69,20 @@ class Costs:
         longest = max(self.blocks[name])
         return self.draft_seconds(name, longest) / longest / self.target[0].median
 
-    def predicted_speedup(self, name: str, k: int, mean_tokens_per_call: float) -> float:
-        """Return the predicted wall-clock speedup over plain decoding (MATHS section 6, overhead in T_target)."""
-        step = self.draft_seconds(name, k) + self.target[k].median
-        return mean_tokens_per_call * self.target[0].median / step
+    def predicted_speedup(self, name: str, k: int, mean_tokens_per_call: float, guess_share: float = 1.0) -> float:
+        """Return the predicted wall-clock speedup over plain decoding (MATHS section 6, overhead in T_target).
 
-    def best_k(self, name: str, mean_tokens_per_call: Mapping[int, float]) -> int:
-        """Return the draft length with the largest predicted speedup, 0 where none is above 1."""
-        speedups = {k: self.predicted_speedup(name, k, tokens) for k, tokens in mean_tokens_per_call.items()}
-        best = max(speedups, key=lambda k: speedups[k])
-        return best if speedups[best] > 1.0 else 0
+        Args:
+            guess_share: Share of the blocks that offer a draft token; the others verify nothing and cost the
+                target one plain step.
+        """
+        verify = guess_share * self.target[k].median + (1.0 - guess_share) * self.target[0].median
+        return mean_tokens_per_call * self.target[0].median / (self.draft_seconds(name, k) + verify)
+
+    def break_even(self, name: str, k: int) -> float:
+        """Return the acceptance, the same for every token, from which on k draft tokens pay; 1 where none does."""
+        block = (self.draft_seconds(name, k) + self.target[k].median) / self.target[0].median
+        return break_even_acceptance(k, block)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,9 +97,7 @@ class Costs:
     def from_json(data: Mapping[str, Any]) -> "Costs":
         return Costs(
             tuple(Seconds(*step) for step in data["target"]),
-            {
-                name: {int(k): Seconds(*block) for k, block in blocks.items()} for name, blocks in data["blocks"].items()
-            },
+            {name: {int(k): Seconds(*block) for k, block in blocks.items()} for name, blocks in data["blocks"].items()},
         )
 
 
@@ -124,7 +128,7 @@ def measure_costs(
         raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + max(ks) + 2} tokens, not {len(text)}.")
     clocks = _target_clocks(target, law, max(ks) + 1) | _draft_clocks(drafters, sorted({min(ks), max(ks)}))
     timings: dict[Any, list[float]] = {name: [] for name in clocks}
-    with progress.task(f"timing {law}", rounds, "rounds") as task:
+    with progress.task(f"timing {law}", float(rounds), "rounds") as task:
         for number in range(rounds):
             for name, run in clocks.items():
                 began = time.perf_counter()

@@ -49,7 +49,9 @@ class LawScores:
     audits: Mapping[str, Audit]
 
 
-def build_report(target: Mapping[str, Any], laws: Sequence[LawScores], facts: Mapping[str, DrafterFacts]) -> dict[str, Any]:
+def build_report(
+    target: Mapping[str, Any], laws: Sequence[LawScores], facts: Mapping[str, DrafterFacts]
+) -> dict[str, Any]:
     """Return report.json as plain values, schema 1.
 
     Args:
@@ -86,7 +88,9 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]
 
 def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts) -> dict[str, Any]:
     tokens = {k: report.mean_tokens_per_call(k) for k in report.ks}
-    predicted = {k: scores.costs.predicted_speedup(name, k, value) for k, value in tokens.items()}
+    predicted = {
+        k: scores.costs.predicted_speedup(name, k, value, report.guess_share(k)) for k, value in tokens.items()
+    }
     return {
         "name": name,
         "kind": facts.kind,
@@ -113,9 +117,7 @@ def _score(report: AcceptanceReport) -> dict[str, Any]:
         "mean_tokens_per_call": {str(k): report.mean_tokens_per_call(k) for k in report.ks},
         "interval": {
             "expected_acceptance": interval(expected_acceptance(report), generator).bounds,
-            "mean_tokens_per_call": {
-                str(k): interval(tokens_per_call(k)(report), generator).bounds for k in report.ks
-            },
+            "mean_tokens_per_call": {str(k): interval(tokens_per_call(k)(report), generator).bounds for k in report.ks},
         },
         "prompts": len(report.prompts),
         "tokens": report.tokens,
@@ -142,7 +144,7 @@ def _literal(audit: Audit | None) -> dict[str, Any]:
 def _pairs(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> list[dict[str, Any]]:
     """Compare every candidate with the one that it was made from."""
     pairs = []
-    for name, report in scores.reports.items():
+    for name in scores.reports:
         parent = facts[name].parent
         if parent not in scores.reports:
             continue
@@ -172,10 +174,9 @@ def _notes(scores: LawScores) -> list[str]:
     if not wide:
         return []
     some = next(iter(scores.reports.values()))
-    return [
-        f"{scores.law}: {len(some.prompts)} prompts and {some.tokens} tokens leave an interval wider than "
-        f"+-{_WIDE:.0%} of the acceptance of {', '.join(wide)}. Score more prompts before you rank by small differences."
-    ]
+    text = f"{scores.law}: {len(some.prompts)} prompts and {some.tokens} tokens leave an interval wider than "
+    ranks = "Score more prompts before you rank by small differences."
+    return [f"{text}+-{_WIDE:.0%} of the acceptance of {', '.join(wide)}. {ranks}"]
 
 
 def _processor() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.acceptance.wording import Figure
+from foredraft.acceptance.wording import Figure, quantity, size
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
 
@@ -26,10 +26,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """What literal speculative decoding of a few prompts said; 0 prompts: not done."""
+    """What literal speculative decoding of a few prompts said; 0 prompts: not done.
+
+    Attributes:
+        replayed: Tokens per call by replay of the same text.
+        same_text: Prompts with the text of plain decoding; -1 where that was not counted.
+    """
 
     prompts: int
     mean_tokens_per_call: Mapping[int, float]
+    replayed: Mapping[int, float]
+    same_text: int
     agrees: bool
 
 
@@ -113,6 +120,7 @@ class Reading:
     """A whole report."""
 
     target: str
+    target_facts: str
     laws: tuple[LawStandings, ...]
     choice: Choice
     curves: Mapping[str, tuple[CurvePoint, ...]]
@@ -143,7 +151,8 @@ def read_report(report: Mapping[str, Any]) -> Reading:
             "Score the drafters again with this version, or read the report with the version that wrote it."
         )
     return Reading(
-        target=_described(report.get("target")),
+        target=_target_name(report.get("target")),
+        target_facts=_target_facts(report.get("target")),
         laws=tuple(_law_standings(law) for law in report.get("laws") or ()),
         choice=_choice(report.get("selection") or {}),
         curves={
@@ -204,8 +213,13 @@ def _score(entry: Mapping[str, Any]) -> Score:
 
 
 def _literal(audit: Mapping[str, Any]) -> Literal:
-    tokens = {int(k): _float(value) for k, value in (audit.get("mean_tokens_per_call") or {}).items()}
-    return Literal(int(audit.get("prompts") or 0), tokens, bool(audit.get("agrees")))
+    literal, replayed = (
+        {int(k): _float(value) for k, value in (audit.get(name) or {}).items()}
+        for name in ("mean_tokens_per_call", "replayed_mean_tokens_per_call")
+    )
+    return Literal(
+        int(audit.get("prompts") or 0), literal, replayed, int(audit.get("same_text", -1)), bool(audit.get("agrees"))
+    )
 
 
 def _choice(selection: Mapping[str, Any]) -> Choice:
@@ -236,6 +250,21 @@ def _law_label(law: object) -> str:
     if isinstance(law, Mapping):
         return str(SamplingLaw(_float(law["temperature"]), int(law.get("top_k") or 0), float(law.get("top_p") or 1.0)))
     return str(SamplingLaw(float(law))) if isinstance(law, (int, float)) else _text(law)
+
+
+def _target_name(target: object) -> str:
+    return _text(target.get("name")) if isinstance(target, Mapping) else _text(target)
+
+
+def _target_facts(target: object) -> str:
+    if not isinstance(target, Mapping):
+        return ""
+    facts = (
+        _text(target.get("dtype")),
+        f"{quantity(_float(target['parameters']))} parameters" if "parameters" in target else "",
+        size(_float(target["bytes"])) if "bytes" in target else "",
+    )
+    return ", ".join(filter(None, facts))
 
 
 def _described(value: object) -> str:

@@ -109,6 +109,11 @@ class AcceptanceReport:
         accepted = sum(float(prompt.counts.accepted[row].sum()) for prompt in self.prompts)
         return accepted / examined if examined else 0.0
 
+    def guess_share(self, k: int) -> float:
+        """Return blocks that offer at least one draft token / all blocks."""
+        row = self.ks.index(k)
+        return sum(float(prompt.counts.examined[row, 0]) for prompt in self.prompts) / float(self.calls(k).sum())
+
     def to_json(self) -> dict[str, Any]:
         return {
             "ks": list(self.ks),

@@ -59,7 +59,7 @@ def percent_interval(figure: Figure) -> str:
     return interval(figure.scaled(100.0), decimals=0)
 
 
-def quantity(amount: float) -> str:
+def quantity(amount: int | float) -> str:
     """Return a count with three digits, such as `34.1 M` or `812`."""
     return _with_prefix(amount, ("", " k", " M", " G", " T"))
 
@@ -91,7 +91,7 @@ def shortened(text: str, length: int) -> str:
     return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def _with_prefix(amount: float, units: tuple[str, ...]) -> str:
+def _with_prefix(amount: int | float, units: tuple[str, ...]) -> str:
     if not math.isfinite(amount):
         return NOT_MEASURED
     scaled, unit = amount, units[0]

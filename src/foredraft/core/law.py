@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from foredraft.core.errors import UserError
 
-
 _BLOCK = 128
 
 

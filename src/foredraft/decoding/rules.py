@@ -33,6 +33,9 @@ class Verdict:
     next_token: int
 
 
+Rule = Callable[[Tensor, Proposal, Uniform], Verdict]
+
+
 def verify_chain(target_probs: Float[Tensor, "positions vocab"], proposal: Proposal, uniform: Uniform) -> Verdict:
     """Test a chain token by token and draw the token that follows the accepted ones.
 
@@ -48,6 +51,30 @@ def verify_chain(target_probs: Float[Tensor, "positions vocab"], proposal: Propo
             rest = residual(target_probs[index], proposal.laws.probs(index, token_id))
             return Verdict(index, sample_index(rest, uniform()))
     return Verdict(len(proposal), sample_index(target_probs[len(proposal)], uniform()))
+
+
+def verify_block(target_probs: Float[Tensor, "positions vocab"], proposal: Proposal, uniform: Uniform) -> Verdict:
+    """Test a chain as a whole: the longest prefix that passes its own test stands.
+
+    Keeps the target's law as verify_chain does, and accepts at least as many tokens on average. Arguments as
+    there; k uniforms are drawn for the tests, one for the token that follows.
+
+    Source: Sun et al. 2025 (arXiv 2403.10444), Algorithm 2.
+    """
+    k, accepted, carried = len(proposal), 0, 1.0
+    rest = target_probs[0] if k == 0 else residual(target_probs[0], _law(proposal, 0))
+    for index, token_id in enumerate(proposal.token_ids.tolist()):
+        draft = float(_law(proposal, index)[token_id])
+        carried = min(1.0, carried * float(target_probs[index, token_id]) / draft)
+        if index + 1 == k:
+            over, chance = target_probs[k], carried
+        else:
+            over = (carried * target_probs[index + 1] - _law(proposal, index + 1)).clamp(min=0.0)
+            mass = float(over.sum())
+            chance = mass / (mass + 1.0 - carried) if mass > 0.0 else 0.0
+        if uniform() < chance:
+            accepted, rest = index + 1, over
+    return Verdict(accepted, sample_index(rest, uniform()))
 
 
 def acceptance_probability(
@@ -70,6 +97,10 @@ def residual(target_probs: Float[Tensor, " vocab"], draft_probs: Float[Tensor, "
     """
     rest = (target_probs - draft_probs).clamp(min=0.0)
     return rest if bool(rest.any()) else target_probs
+
+
+def _law(proposal: Proposal, index: int) -> Float[Tensor, " vocab"]:
+    return proposal.laws.probs(index, int(proposal.token_ids[index]))
 
 
 def check_proposal(proposal: Proposal, k: int, vocab_size: int) -> None:

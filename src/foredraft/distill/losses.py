@@ -45,6 +45,10 @@ class EventLaw:
         rows = torch.arange(probs.shape[1], device=probs.device).expand(probs.shape)
         return EventLaw(rows, torch.nn.functional.pad(probs, (0, 1)), emitted)
 
+    def to(self, device: torch.device) -> "EventLaw":
+        """Return the law on another device."""
+        return EventLaw(self.rows.to(device), self.probs.to(device), self.emitted.to(device))
+
     def __len__(self) -> int:
         return len(self.emitted)
 

@@ -8,12 +8,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
@@ -22,7 +22,6 @@ from foredraft.core.errors import NonFiniteError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.data import Group, num_positions, plan_steps, read_groups
 from foredraft.distill.matching import LayerMatching
-from foredraft.distill.packed import packed_attention
 from foredraft.distill.resume import CurvePoint, ResumePoint, Rollback, load_point, save_point
 from foredraft.distill.schedule import Schedule
 from foredraft.distill.student import Student
@@ -58,10 +57,6 @@ class Distilled:
     def training_tokens(self) -> int:
         """Answer positions trained on, repeats included."""
         return self.curve[-1].positions
-
-    def curve_json(self) -> list[dict[str, Any]]:
-        """Return the curve as JSON values."""
-        return [asdict(point) for point in self.curve]
 
 
 def distill(
@@ -102,14 +97,21 @@ def distill(
     schedule = Schedule.of(settings)
     student = Student.of(draft)
     matching = LayerMatching.even(target.model, student.model) if settings.layer_matching else None
+    groups = read_groups(traces)
     key = _key(draft, traces, settings)
-    training = _Training(student, read_groups(traces), schedule, matching, load_point(work, key))
-    with ExitStack() as attention:
-        for model in [student.model, *([matching.target] if matching else [])]:
-            attention.enter_context(packed_attention(model))
-        point = training.run(lambda point: save_point(point, work, key), progress)
+    start = load_point(work, key) or ResumePoint(0, _weights(student))
+    training = _Training(student, schedule, matching, _plan(groups, settings), _optimizer(student, settings), start)
+    point = training.run(lambda point: save_point(point, work, key), progress)
     trained = Draft(student.model.to(draft.model.dtype), draft.head_token_ids)
     return Distilled(trained, point.curve, point.rollbacks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The groups of one optimizer step, and the answer positions trained on when it is done."""
+
+    groups: tuple[Group, ...]
+    end: int
 
 
 @final
@@ -119,38 +121,34 @@ class _Training:
     def __init__(
         self,
         student: Student,
-        groups: Sequence[Group],
         schedule: Schedule,
         matching: LayerMatching | None,
-        start: ResumePoint | None,
+        plan: Sequence[_Step],
+        optimizer: AdamW,
+        start: ResumePoint,
     ) -> None:
-        settings = schedule.settings
         self._student = student
-        self._groups = groups
         self._schedule = schedule
         self._matching = matching
-        self._plan = plan_steps(groups, settings.tokens, settings.batch_tokens, settings.seed)
-        self._ends = list(accumulate(sum(num_positions(groups[index]) for index in step) for step in self._plan))
-        self._optimizer = AdamW(
-            student.weights.values(), settings.learning_rate, _BETAS, weight_decay=settings.weight_decay, fused=True
-        )
-        self._good = start or self._point(0)
-        self._curve = list(start.curve) if start else []
-        self._rollbacks = list(start.rollbacks) if start else []
+        self._plan = plan
+        self._optimizer = optimizer
+        self._good = start
+        self._curve = list(start.curve)
+        self._rollbacks = list(start.rollbacks)
 
     def run(self, save: Callable[[ResumePoint], None], progress: Progress) -> ResumePoint:
         """Do the steps that are left; return the last point, saved."""
         self._restore(self._good)
         first = self._good.step
-        done = self._ends[first - 1] if first else 0
+        done = self._plan[first - 1].end if first else 0
         seconds, started = self._curve[-1].seconds if self._curve else 0.0, time.perf_counter()
         saved = started
-        with progress.task("distilling", self._ends[-1], "positions", done) as task:
+        with progress.task("distilling", float(self._plan[-1].end), "positions", float(done)) as task:
             for step in range(first, len(self._plan)):
                 self._step(step, seconds - started)
-                task.advance(self._ends[step] - done)
+                task.advance(float(self._plan[step].end - done))
                 task.note(self._note())
-                done = self._ends[step]
+                done = self._plan[step].end
                 last = step + 1 == len(self._plan)
                 if last or (step + 1) % _STEPS_BETWEEN_POINTS == 0:
                     self._good = self._point(step + 1)
@@ -163,9 +161,10 @@ class _Training:
 
     def _step(self, step: int, clock: float) -> None:
         share = step / len(self._plan)
-        groups = [self._groups[index] for index in self._plan[step]]
         weight = self._schedule.matching(share)
-        figures = self._student.backward(groups, self._schedule.loss(share), self._matching if weight else None, weight)
+        figures = self._student.backward(
+            self._plan[step].groups, self._schedule.loss(share), self._matching if weight else None, weight
+        )
         norm = clip_grad_norm_(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(float(norm))):
             self._roll_back(step)
@@ -175,7 +174,7 @@ class _Training:
             group["lr"] = rate
         self._optimizer.step()
         seconds = clock + time.perf_counter()
-        self._curve.append(CurvePoint(self._ends[step], seconds, figures.loss, figures.acceptance, rate))
+        self._curve.append(CurvePoint(self._plan[step].end, seconds, figures.loss, figures.acceptance, rate))
 
     def _roll_back(self, step: int) -> None:
         rollback = Rollback(step, self._good.step, self._rate_factor / 2)
@@ -202,18 +201,18 @@ class _Training:
         return self._rollbacks[-1].rate_factor if self._rollbacks else 1.0
 
     def _point(self, step: int) -> ResumePoint:
-        tensors = {}
-        for name, weight in self._student.weights.items():
-            tensors[f"weight.{name}"] = weight.detach().clone()
-            for key, value in self._optimizer.state[weight].items():
-                tensors[f"{key}.{name}"] = value.clone()
-        return ResumePoint(step, tensors, tuple(self._curve), tuple(self._rollbacks))
+        state = {
+            f"{key}.{name}": value.clone()
+            for name, weight in self._student.weights.items()
+            for key, value in self._optimizer.state[weight].items()
+        }
+        return ResumePoint(step, _weights(self._student) | state, tuple(self._curve), tuple(self._rollbacks))
 
     def _restore(self, point: ResumePoint) -> None:
         for name, weight in self._student.weights.items():
             weight.data.copy_(point.tensors[f"weight.{name}"])
-            state = {key: point.tensors[f"{key}.{name}"].clone() for key in _STATE if f"{key}.{name}" in point.tensors}
-            self._optimizer.state[weight] = state
+            stored = {key: point.tensors[f"{key}.{name}"] for key in _STATE if f"{key}.{name}" in point.tensors}
+            self._optimizer.state[weight] = {key: value.to(weight.device, copy=True) for key, value in stored.items()}
 
     def _note(self) -> str:
         if not self._curve:
@@ -222,6 +221,27 @@ class _Training:
         return (
             f"loss {last.loss:.3f}, acceptance {last.acceptance:.3f}, {last.positions / last.seconds:.0f} positions/s"
         )
+
+
+def _plan(groups: Sequence[Group], settings: DistillStep) -> list[_Step]:
+    steps = [
+        tuple(groups[index] for index in step)
+        for step in plan_steps(groups, settings.tokens, settings.batch_tokens, settings.seed)
+    ]
+    return [
+        _Step(step, end)
+        for step, end in zip(steps, accumulate(sum(map(num_positions, step)) for step in steps), strict=True)
+    ]
+
+
+def _optimizer(student: Student, settings: DistillStep) -> AdamW:
+    return AdamW(
+        student.weights.values(), settings.learning_rate, _BETAS, weight_decay=settings.weight_decay, fused=True
+    )
+
+
+def _weights(student: Student) -> dict[str, Tensor]:
+    return {f"weight.{name}": weight.detach().clone() for name, weight in student.weights.items()}
 
 
 def _key(draft: Draft, traces: Sequence[Trace], settings: DistillStep) -> str:

@@ -12,19 +12,10 @@ from foredraft.core.errors import ModelError, VocabMismatchError
 from foredraft.export.card import model_card
 from foredraft.export.reopen import refuse_changed_tensors, refuse_changed_tokenizer
 from foredraft.models.draft import load_draft
+from foredraft.models.loading import without_bars
 from foredraft.models.target import LocalTarget
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def export_transformers(source: Path, target: LocalTarget, k: int, out: Path) -> DraftManifest:
@@ -63,7 +54,8 @@ def export_transformers(source: Path, target: LocalTarget, k: int, out: Path) ->
     )
 
     def fill(folder: Path) -> None:
-        draft.model.save_pretrained(folder)
+        with without_bars():
+            draft.model.save_pretrained(folder)
         _write_tokenizer(folder, target)
         card = model_card(manifest, target, k, len(draft.head_token_ids))
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -117,6 +109,6 @@ def _write_tokenizer(folder: Path, target: LocalTarget) -> None:
     if not target.path.is_dir() or target.path == Path():
         target.tokenizer.save_pretrained(folder)
         return
-    for name in _TOKENIZER_FILES:
+    for name in {*_TOKENIZER_FILES, "tokenizer.json", *target.tokenizer.vocab_files_names.values()}:
         if (target.path / name).is_file():
             shutil.copyfile(target.path / name, folder / name)

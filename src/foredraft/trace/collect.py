@@ -50,8 +50,8 @@ def collect(
     num_done = len(writer.info.shards)
     if num_done < len(shards):
         _warn_of_ignored_settings(target, prompts)
-    most = [settings.max_new_tokens * sum(prompt.num_turns for prompt in shard) for shard in shards]
-    with progress.task(f"collecting {law}", sum(most), "tokens", done=sum(most[:num_done])) as task:
+    most = [float(settings.max_new_tokens * sum(prompt.num_turns for prompt in shard)) for shard in shards]
+    with progress.task(f"collecting {law}", sum(most), "tokens", done=sum(most[:num_done], 0.0)) as task:
         meter = _Meter(task)
         for shard, most_tokens in zip(shards[num_done:], most[num_done:], strict=True):
             rows = _answer(target, shard, settings, law, meter.count)
@@ -70,7 +70,7 @@ class _Meter:
 
     def count(self, tokens: int) -> None:
         self._tokens += tokens
-        self._task.advance(tokens)
+        self._task.advance(float(tokens))
         self._task.note(f"{self._tokens / (perf_counter() - self._start):.0f} tokens/s")
 
 
@@ -151,7 +151,7 @@ def _answer(
         )
         for (i, context), continuation in zip(contexts.items(), continuations, strict=True):
             rows[i].append(_row(prompts[i], turn, context, continuation))
-            said[i].append(_text(target, continuation))
+            said[i].append(target.tokenizer.decode(continuation.token_ids, skip_special_tokens=True))
     return [row for own in rows for row in own]
 
 
@@ -179,11 +179,3 @@ def _row(prompt: Prompt, turn: int, context: Int[Tensor, " tokens"], continuatio
         tail_mass=continuation.tail_mass.float(),
         finish_reason=continuation.finish_reason,
     )
-
-
-def _text(target: Target, continuation: Continuation) -> str:
-    """Return an answer as it stands in the chat that follows: without the token that ended it."""
-    token_ids = continuation.token_ids.tolist()
-    if token_ids and token_ids[-1] in target.stop_ids:
-        token_ids.pop()
-    return target.tokenizer.decode(token_ids, skip_special_tokens=True)

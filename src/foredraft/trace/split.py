@@ -139,4 +139,4 @@ def _take(
                 side_of[candidate.group] = side
                 used[domain] += 1
                 taken.add(index)
-    return [candidates[index].prompt for index in sorted(taken)]
+    return [candidate.prompt for candidate in _domains_in_turn([candidates[index] for index in taken])]

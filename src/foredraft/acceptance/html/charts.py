@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from foredraft.acceptance.html.markup import element, extend
+from foredraft.acceptance.html.markup import Number, element, extend
 from foredraft.acceptance.wording import Figure, shortened
 
 LETTER = 6.0  # mean width of a label's letter, in pixels
@@ -18,12 +18,12 @@ MOST_DOTS = 16  # a line of more points shows none
 class Scale:
     """Maps the data range [low, high] to the pixels [start, end]; values beyond it stay at the edge."""
 
-    low: float
-    high: float
-    start: float
-    end: float
+    low: Number
+    high: Number
+    start: Number
+    end: Number
 
-    def __call__(self, value: float) -> float:
+    def __call__(self, value: Number) -> float:
         share = (value - self.low) / (self.high - self.low)
         return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
 
@@ -33,9 +33,9 @@ class Axis:
     """A title and the ticks of one direction, in data units."""
 
     title: str
-    ticks: tuple[tuple[float, str], ...]
-    low: float
-    high: float
+    ticks: tuple[tuple[Number, str], ...]
+    low: Number
+    high: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class Line:
     """One drafter's line. `colour` is 0 for one of the many, else the number of its own colour."""
 
     name: str
-    label: str
     colour: int
     points: tuple[tuple[float, Figure], ...]
     mark: float = math.nan  # x of the point that is emphasised
@@ -56,10 +55,10 @@ class Frame:
     svg: Element
     x: Scale
     y: Scale
-    width: float
+    width: Number
 
 
-def ticks(low: float, high: float, wanted: int, text: Callable[[float], str]) -> tuple[tuple[float, str], ...]:
+def ticks(low: Number, high: Number, wanted: int, text: Callable[[float], str]) -> tuple[tuple[float, str], ...]:
     """Return about `wanted` round values inside [low, high] with their labels."""
     raw = (high - low) / max(wanted, 1)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -68,7 +67,7 @@ def ticks(low: float, high: float, wanted: int, text: Callable[[float], str]) ->
     return tuple((index * step, text(index * step)) for index in range(first, last + 1))
 
 
-def frame(x: Axis, y: Axis, width: float, height: float, right: float, description: str) -> Frame:
+def frame(x: Axis, y: Axis, width: Number, height: Number, right: Number, description: str) -> Frame:
     """Return an empty plot with hairlines at the ticks of y; `right` pixels stay free for labels."""
     left = 12 + LETTER * max(len(text) for _, text in y.ticks)
     x_scale = Scale(x.low, x.high, left + 8, width - right)
@@ -91,8 +90,8 @@ def frame(x: Axis, y: Axis, width: float, height: float, right: float, descripti
 
 def draw_lines(plot: Frame, lines: Sequence[Line], text: Callable[[float], str]) -> None:
     """Draw the many in grey, then those with a colour: band, line, points, and a name at the end."""
-    for line in sorted(lines, key=lambda line: -line.colour):
-        if line.points and line.colour == 0:
+    for line in lines:
+        if line.points and not line.colour:
             extend(plot.svg, _line(plot, line, text))
     named = [line for line in lines if line.points and line.colour]
     for line in reversed(named):
@@ -110,7 +109,7 @@ def whisker(plot: Frame, x: float, figure: Figure, colour: int, title: str) -> E
     return group
 
 
-def strip(figure: Figure, scale: Scale, break_even: float, title: str) -> Element:
+def strip(figure: Figure, scale: Scale, break_even: Number, title: str) -> Element:
     """Return one row of a dot plot: the figure and its interval on a line, with the break-even mark."""
     middle, zero = 9.0, scale(break_even)
     svg = element("svg", element("title", title), class_="strip", width=scale.end + 6, height=18)
@@ -128,7 +127,7 @@ def strip(figure: Figure, scale: Scale, break_even: float, title: str) -> Elemen
     return svg
 
 
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread(wanted: Sequence[Number], gap: Number, low: Number, high: Number) -> list[float]:
     """Return places near the wanted ones, in the same order, at least `gap` apart, within [low, high].
 
     Where there is no room for all, the gap shrinks.
@@ -137,18 +136,18 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
         return []
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    places, floor = [0.0] * len(wanted), low
+    places, floor = [0.0] * len(wanted), float(low)
     for index in order:
         places[index] = max(wanted[index], floor)
         floor = places[index] + gap
-    ceiling = high
+    ceiling = float(high)
     for index in reversed(order):
         places[index] = min(places[index], ceiling)
         ceiling = places[index] - gap
     return places
 
 
-def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], taken: list[tuple[float, ...]]) -> None:
+def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], taken: list[tuple[Number, ...]]) -> None:
     """Write a name beside each point (x and y in pixels) where it covers no other name and no point of `taken`.
 
     `taken` holds boxes (left, top, right, bottom) and grows by the names written.
@@ -163,12 +162,8 @@ def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], t
         taken.append(box)
         left, base = box[0], box[3] - 3
         if abs(base - 4 - y) > 1:
-            extend(
-                plot.svg,
-                element(
-                    "line", x1=x, y1=y, x2=left - 2 if left > x else box[2] + 2, y2=base - 4, class_=f"leader c{colour}"
-                ),
-            )
+            near = left - 2 if left > x else box[2] + 2
+            extend(plot.svg, element("line", x1=x, y1=y, x2=near, y2=base - 4, class_=f"leader c{colour}"))
         edge, side = (left, "") if left > x else (box[2], " end")
         extend(plot.svg, element("text", text, x=edge, y=base, class_=f"label c{colour}{side}"))
 
@@ -202,13 +197,13 @@ def _name_ends(plot: Frame, lines: Sequence[Line]) -> None:
         extend(
             plot.svg,
             element("line", x1=x + 4, x2=edge + 16, y1=y, y2=place, class_=f"leader c{line.colour}"),
-            element("text", shortened(line.label, room), x=edge + 19, y=place + 4, class_=f"label c{line.colour}"),
+            element("text", shortened(line.name, room), x=edge + 19, y=place + 4, class_=f"label c{line.colour}"),
         )
 
 
-def _inside(plot: Frame, box: tuple[float, ...]) -> bool:
+def _inside(plot: Frame, box: tuple[Number, ...]) -> bool:
     return box[0] >= plot.x.start - 6 and box[2] <= plot.width and box[1] >= 16 and box[3] <= plot.y.start + 2
 
 
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+def _overlap(a: tuple[Number, ...], b: tuple[Number, ...]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

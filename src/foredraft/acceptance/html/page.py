@@ -93,10 +93,8 @@ def _headline(reading: Reading) -> list[Element]:
     else:
         parts.append(element("h1", element("bdi", choice.drafter)))
     parts.append(element("p", choice.sentence or "The report holds no reason in words.", class_="lead"))
-    rows = [
-        element("div", *figures, class_="key-figures") for law in reading.laws if (figures := _key_figures(law, choice))
-    ]
-    parts += rows
+    figures = (_key_figures(law, choice) for law in reading.laws)
+    parts += [element("div", *row, class_="key-figures") for row in figures if row]
     if reading.notes:
         parts.append(element("ul", *(element("li", note) for note in reading.notes), class_="notes"))
     return parts
@@ -135,7 +133,7 @@ def _leaderboards(reading: Reading, colours: Colours) -> Element:
         about += " Long tables scroll inside their box."
     speedups = [drafter.predicted_at_best for drafter in _standings(reading)]
     fastest = _largest(bound for figure in speedups for bound in (figure.value, figure.high))
-    slowest = -_largest(-figure.value for figure in speedups)
+    slowest = min((figure.value for figure in speedups if figure.is_measured), default=1.0)
     boards: list[Content] = []
     for law in reading.laws:
         boards += [_law_heading(law), tables.leaderboard(law, reading.choice, colours, slowest, fastest)]
@@ -146,11 +144,7 @@ def _positions(reading: Reading, colours: Colours) -> Element:
     k = plots.longest_draft(_standings(reading))
     about = f"How far into a block of {k} drafts stay right; at the left, all text with its interval."
     panels = [
-        _panel(
-            law.label,
-            partial(plots.position_plot, law, colours, k),
-            tables.position_numbers(law, colours, k),
-        )
+        _panel(law.label, partial(plots.position_plot, law, colours, k), tables.position_numbers(law, colours, k))
         for law in reading.laws
         if k
     ]
@@ -179,7 +173,7 @@ def _domains(reading: Reading, colours: Colours) -> Element:
     scores = (score for drafter in _standings(reading) for score in drafter.domains.values())
     shares = [score.expected_acceptance.value for score in scores if score.expected_acceptance.is_measured]
     if not shares:
-        return _section("domains", "By domain", NOT_MEASURED.capitalize() + ".")
+        return _section("domains", "By domain", "")
     low, high = min(shares), max(shares)
     about = f"Stronger colour is more accepted, from {percent(low)} to {percent(high)}; easiest domain first."
     maps = [tables.heat_map(law, colours, low, high) for law in reading.laws]
@@ -188,7 +182,7 @@ def _domains(reading: Reading, colours: Colours) -> Element:
 
 def _training(reading: Reading, colours: Colours) -> Element:
     if not reading.curves:
-        return _section("training", "Training", "Nothing was trained for this report.")
+        return _section("training", "Training", "", _plainly("Nothing was trained for this report."))
     own = plots.colours_of(reading.curves, colours)
     about = "Losses compare only between drafters trained on the same loss."
     panels = [
@@ -199,8 +193,8 @@ def _training(reading: Reading, colours: Colours) -> Element:
 
 
 def _audits(reading: Reading, colours: Colours) -> Element:
-    about = "Literal speculative decoding of a few prompts must agree with replay within its interval."
-    return _section("audit", "Audit", about, *_beside(tables.audits(law, colours) for law in reading.laws))
+    about = "A few prompts, decoded literally, must need the target calls that replay expects for the same text."
+    return _section("audit", "Audit", about, *_beside([tables.audits(law, colours) for law in reading.laws]))
 
 
 def _losers(reading: Reading, colours: Colours) -> Element:
@@ -213,7 +207,8 @@ def _losers(reading: Reading, colours: Colours) -> Element:
 
 def _method(reading: Reading) -> Element:
     facts: list[Content] = []
-    for what, value in (("Machine", reading.machine), ("Target", reading.target)):
+    target = ", ".join(filter(None, (reading.target, reading.target_facts)))
+    for what, value in (("Machine", reading.machine), ("Target", target)):
         facts += [element("dt", what), element("dd", element("bdi", value or NOT_MEASURED))]
     for law in reading.laws:
         facts += [element("dt", f"Text at {law.label}"), element("dd", _amount(law))]
@@ -232,7 +227,7 @@ def _section(name: str, title: str, about: str, *content: Content) -> Element:
     if about:
         extend(section, element("p", about, class_="about"))
     extend(section, *content)
-    if not content and name not in ("domains", "training"):
+    if not content:
         extend(section, _plainly(NOT_MEASURED.capitalize() + "."))
     return section
 
@@ -241,8 +236,8 @@ def _grid(panels: Sequence[Element]) -> list[Content]:
     return [element("div", *panels, class_="panels")] if panels else []
 
 
-def _beside(boxes: Iterable[Element]) -> list[Content]:
-    return [element("div", *boxes, class_="beside")]
+def _beside(boxes: Sequence[Element]) -> list[Content]:
+    return [element("div", *boxes, class_="beside")] if boxes else []
 
 
 def _panel(title: str, draw: Callable[[plots.Paper], Element], numbers: Element | None = None) -> Element:

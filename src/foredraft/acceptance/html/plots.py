@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html.charts import Axis, Frame, Line, draw_lines, frame, label_points, ticks, whisker
-from foredraft.acceptance.html.markup import element, extend
+from foredraft.acceptance.html.markup import Number, element, extend
 from foredraft.acceptance.reading import CurvePoint, LawStandings, Standing
 from foredraft.acceptance.wording import Figure, cost, number, percent, shortened
 
@@ -18,9 +18,9 @@ ONE_TOKEN = 1.0  # what plain decoding emits a call
 class Paper:
     """Room for one plot, in pixels; `right` of it is kept for names."""
 
-    width: float
-    height: float
-    right: float
+    width: int
+    height: int
+    right: int
     letters: int
 
 
@@ -54,7 +54,7 @@ def position_plot(law: LawStandings, colours: Mapping[str, int], k: int, paper: 
     """Return acceptance of draft tokens 1..k, and the mean over the text with its interval at the left."""
     lines = [
         Line(
-            drafter.name, drafter.name, colours[drafter.name],
+            drafter.name, colours[drafter.name],
             tuple(_measured(enumerate(drafter.score.acceptance_by_position.get(k, ()), start=1))),
         )
         for drafter in law.drafters
@@ -81,7 +81,7 @@ def tokens_plot(law: LawStandings, colours: Mapping[str, int], highest: float, p
     """Return tokens per target call against k; the best k is marked."""
     lines = [
         Line(
-            drafter.name, drafter.name, colours[drafter.name],
+            drafter.name, colours[drafter.name],
             tuple(_measured(sorted(drafter.score.mean_tokens_per_call.items()))), float(drafter.best_k),
         )
         for drafter in law.drafters
@@ -111,7 +111,7 @@ def cost_plot(law: LawStandings, colours: Mapping[str, int], costliest: float, p
             title = f"{drafter.name}: {percent(figure.value)} accepted at {cost(drafter.cost_ratio)} of a target step"
             extend(plot.svg, whisker(plot, plot.x(drafter.cost_ratio), figure, colour, title))
             spots.append((plot.x(drafter.cost_ratio), plot.y(figure.value), drafter.name, colour))
-    taken: list[tuple[float, ...]] = [(x - 5, y - 8, x + 5, y + 8) for x, y, _, colour in spots if colour]
+    taken: list[tuple[Number, ...]] = [(x - 5, y - 8, x + 5, y + 8) for x, y, _, colour in spots if colour]
     taken.append((plot.x.end - 104, plot.y.start - 36, plot.x.end, plot.y.start))
     named = [(x, y, shortened(name, paper.letters), colour) for x, y, name, colour in reversed(spots) if colour]
     label_points(plot, named, taken)
@@ -123,9 +123,7 @@ def training_plot(
 ) -> Element:
     """Return one metric of training, `acceptance` or `loss`, against the positions trained on."""
     is_share = metric == "acceptance"
-    lines = [
-        Line(name, name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()
-    ]
+    lines = [Line(name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()]
     points = [point for line in lines for point in line.points]
     furthest = max((x for x, _ in points), default=1.0)
     values = [figure.value for _, figure in points] or [0.0, 1.0]
@@ -159,7 +157,7 @@ def _samples(curve: Sequence[CurvePoint], is_share: bool) -> Iterable[tuple[floa
     return ((point.positions, Figure(point.acceptance if is_share else point.loss)) for point in curve)
 
 
-def _measured(points: Iterable[tuple[float, Figure]]) -> Iterable[tuple[float, Figure]]:
+def _measured(points: Iterable[tuple[Number, Figure]]) -> Iterable[tuple[float, Figure]]:
     return ((float(x), figure) for x, figure in points if figure.is_measured and math.isfinite(x))
 
 

@@ -99,7 +99,8 @@ def tokens_numbers(law: LawStandings, colours: Mapping[str, int]) -> Element:
         for k in lengths:
             tokens = drafter.score.mean_tokens_per_call.get(k, Figure())
             cell = _with_interval(number(tokens.value), interval(tokens))
-            extend(cell, element("small", times(drafter.predicted_speedup.get(k, math.nan))))
+            if k in drafter.predicted_speedup:
+                extend(cell, element("small", times(drafter.predicted_speedup[k])))
             if k == drafter.best_k:
                 cell.set("class", cell.get("class", "") + " best")
             cells.append(cell)
@@ -150,24 +151,29 @@ def training_ends(curves: Mapping[str, Sequence[CurvePoint]], colours: Mapping[s
 
 def audits(law: LawStandings, colours: Mapping[str, int]) -> Element:
     """Return replay beside literal decoding, one row for each drafter and k that was decoded."""
+    headers = ["drafter", "k", "replay, all", "replay, same text", "literal", "prompts"]
+    headers += ["text unchanged", "verdict"] if law.is_greedy else ["verdict"]
     rows: list[Sequence[Content]] = []
     for drafter in law.drafters:
-        name = drafter_name(drafter.name, colours[drafter.name])
-        if not drafter.audit.prompts:
-            rows.append((name, _missing(), _missing(), _missing(), _missing(), _missing()))
-        for k, literal in sorted(drafter.audit.mean_tokens_per_call.items()):
-            replayed = drafter.score.mean_tokens_per_call.get(k, Figure())
-            agrees = drafter.audit.agrees
-            rows.append(
-                (
-                    drafter_name(drafter.name, colours[drafter.name]), str(k),
-                    _with_interval(number(replayed.value), interval(replayed)), number(literal),
-                    str(drafter.audit.prompts),
-                    element("span", "✓ agrees" if agrees else "✗ differs", class_="yes" if agrees else "no"),
-                )
-            )  # fmt: skip
-    headers = ("drafter", "k", "replay", "literal", "prompts", "verdict")
-    return table(f"Tokens per call: replay and literal decoding at {law.label}", headers, rows, "figures")
+        audit = drafter.audit
+        if not audit.prompts:
+            name = drafter_name(drafter.name, colours[drafter.name])
+            rows.append((name, *(_missing() for _ in headers[1:])))
+        for k, literal in sorted(audit.mean_tokens_per_call.items()):
+            everywhere = drafter.tokens_at(k)
+            row: list[Content] = [
+                drafter_name(drafter.name, colours[drafter.name]),
+                str(k),
+                _with_interval(number(everywhere.value), interval(everywhere)),
+                _or_missing(number(audit.replayed.get(k, math.nan))),
+                _or_missing(number(literal)),
+                str(audit.prompts),
+            ]
+            if law.is_greedy:
+                row.append(_missing() if audit.same_text < 0 else f"{audit.same_text} of {audit.prompts}")
+            verdict = "✓ agrees" if audit.agrees else "✗ differs"
+            rows.append((*row, element("span", verdict, class_="yes" if audit.agrees else "no")))
+    return table(f"Tokens per call: replay and literal decoding at {law.label}", headers, rows, "figures audit")
 
 
 def paired_differences(paired: Sequence[PairedDifference], colours: Mapping[str, int]) -> Element:
