@@ -127,11 +127,12 @@ class FirstGuess:
 
     @property
     def law(self) -> SamplingLaw:
-        return self.second.law
+        """The law of the part that samples, if one does."""
+        return self.first.law if self.second.law.is_greedy else self.second.law
 
     @property
     def num_parameters(self) -> int:
-        return self.second.num_parameters
+        return self.first.num_parameters + self.second.num_parameters
 
     @property
     def num_bytes(self) -> int:
