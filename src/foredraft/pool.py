@@ -18,6 +18,7 @@ from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Prefixed, Progress
+from foredraft.core.protocols import Drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
@@ -96,7 +97,7 @@ def evaluate_drafters(
     contenders = {}
     for name, spec in _named(specs).items():
         drafter = verbs.load_drafter(spec, target, trust_remote_code)
-        contenders[name] = Contender(_spec_key(spec), lambda drafter=drafter: drafter)
+        contenders[name] = Contender(_spec_key(spec), partial(_itself, drafter))
     if isinstance(text, TraceSettings):
         prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
@@ -262,6 +263,10 @@ def _collected(
         lambda out: out.exists() and open_trace(out).info.complete,
     )
     return open_trace(path)
+
+
+def _itself(drafter: Drafter) -> Drafter:
+    return drafter
 
 
 def _to_score(settings: TraceSettings) -> Sequence[Prompt]:

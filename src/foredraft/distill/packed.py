@@ -95,8 +95,8 @@ def _attend(
     else:
         reading.stems[module] = list(zip(keys, values, strict=True))
     outputs = [
-        scaled_dot_product_attention(*parts, attn_mask=mask, scale=scaling)
-        for *parts, mask in zip(queries, keys, values, row.masks, strict=True)
+        scaled_dot_product_attention(some_queries, some_keys, some_values, attn_mask=mask, scale=scaling)
+        for some_queries, some_keys, some_values, mask in zip(queries, keys, values, row.masks, strict=True)
         if len(mask)
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
