@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import WORDS
 
 RECIPE = """
-target: {{model: {target}}}
+target: {{model: {target}, dtype: float32}}
 trace:
   prompts: [{{file: {prompts}, train: 40, eval: 12}}]
   max_new_tokens: 24
