@@ -70,7 +70,11 @@ def test_all_faults_come_together_with_key_and_line() -> None:
         ("from: prefix", "from: small", "candidates start from each other: small -> small"),
         ("- from: prefix", "- head: {rows: full}", "must start with ngram, init, from or checkpoint"),
         ("quantize: {bits: 8}", "init: {layers: first-2}", "step 2 (init) can only come first"),
-        ("{bits: 8}", "{bits: 8}\n      prune: {layers: 1}", "a step has exactly one of: ngram, init, checkpoint, from"),
+        (
+            "{bits: 8}",
+            "{bits: 8}\n      prune: {layers: 1}",
+            "a step has exactly one of: ngram, init, checkpoint, from",
+        ),
         ("file: shipped", "file: a, dataset: b", "give either file or dataset"),
         ("1..4", "0..4", "greater than or equal to 1"),
         ("{model: some/model}", "[", "bad.yaml is no YAML"),

@@ -85,8 +85,8 @@ def test_no_near_duplicate_is_on_both_sides(seed: int, train: int, held_out: int
         ("What is the capital of France?", "what is  the CAPITAL of France"),
         ("hi", "Hi!"),
         ("🙂", "🙂 "),
-        ("请把下面这首诗翻译成现代汉语白话文，并逐句赏析", "请把下面这首诗翻译成现代汉语白话文,并逐句赏析。"),  # noqa: RUF001
-        ("ﬁne ２ go", "fine 2 go"),  # noqa: RUF001
+        ("请把下面这首诗翻译成现代汉语白话文，并逐句赏析", "请把下面这首诗翻译成现代汉语白话文,并逐句赏析。"),
+        ("ﬁne ２ go", "fine 2 go"),
     ],
 )
 def test_case_spacing_punctuation_and_forms_of_letters_do_not_count(one: str, other: str) -> None:

@@ -7,6 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+WORDS = [
+    f"{a}{b}" for a in ("sea", "sun", "oak", "red", "owl", "ink", "fog") for b in ("", "s", "dust", "light", "bird")
+]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -36,20 +39,20 @@ def tiny_model(
 ) -> LlamaForCausalLM | Qwen2ForCausalLM:
     """Return a float32 model with random weights, large enough to have opinions about the next token."""
     torch.manual_seed(seed)
-    sizes = dict(
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=vocab_size,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     if family == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()
     return LlamaForCausalLM(LlamaConfig(**sizes)).eval()

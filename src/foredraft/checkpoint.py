@@ -1,9 +1,9 @@
 """A draft on disk: a folder with foredraft.json beside what its kind needs, written whole or not at all."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class DraftManifest:
         parents: Digests of the drafts it was made from.
         law: The law it draws from when nothing else is asked.
         training_tokens: Answer positions seen in training, all ancestors included.
+        curve: Its last training, one entry an optimizer step.
         options: What the kind's loader needs beyond the files.
         measured: Acceptance and cost by target law, once evaluated.
         versions: Packages that wrote it.
@@ -44,6 +45,7 @@ class DraftManifest:
     parents: tuple[str, ...] = ()
     law: SamplingLaw = SamplingLaw()
     training_tokens: int = 0
+    curve: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +88,7 @@ def read_manifest(path: Path) -> DraftManifest:
         if schema != SCHEMA:
             raise CheckpointError(f"{file} has schema {schema}; this version reads {SCHEMA}. Update foredraft.")
         data["law"] = SamplingLaw(**data["law"])
-        data["steps"], data["parents"] = tuple(data["steps"]), tuple(data["parents"])
+        data |= {name: tuple(data[name]) for name in ("steps", "parents", "curve")}
         return DraftManifest(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Make the draft again.") from error
@@ -108,8 +110,11 @@ def verify_draft(path: Path) -> DraftManifest:
 
 
 def record_measurement(path: Path, measured: Mapping[str, Any]) -> None:
-    """Store measured acceptance and cost in a draft's manifest; its digest stays."""
-    manifest = replace(read_manifest(path), measured=measured)
+    """Store measured acceptance and cost in a draft's manifest, unless they stand there already; its digest stays."""
+    found = read_manifest(path)
+    if found.measured == measured:
+        return
+    manifest = replace(found, measured=measured)
     write_json(path / MANIFEST, {"schema": SCHEMA, **asdict(manifest)})
 
 

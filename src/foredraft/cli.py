@@ -28,14 +28,16 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-_stdout, _stderr = Console(), Console(stderr=True)
+# Tables keep their columns where stdout is a file or a pipe.
+_stdout, _stderr = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
 
 TargetName = Annotated[str, typer.Option("--target", help="The target: folder, .gguf file or hub id.")]
 Out = Annotated[Path, typer.Option(help="Folder to write; one that holds something else is left alone.")]
 DraftFolder = Annotated[Path, typer.Argument(help="Draft folder.")]
 Traces = Annotated[list[Path], typer.Option("--trace", help="Trace folder; can be repeated.")]
 Overrides = Annotated[
-    list[str], typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False)
+    list[str],
+    typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -221,7 +223,7 @@ def build_ngram(
     epilog="""
 Examples:
 
-    foredraft evaluate-acceptance --target my-model --drafter draft --drafter prompt-lookup --prompts traffic.jsonl --out scores
+    foredraft evaluate-acceptance --target my-model --drafter draft --prompts traffic.jsonl --out scores
 
     foredraft evaluate-acceptance --target my-model --drafter prompt-lookup:max_match=4 --trace trace --out scores
 """,
@@ -235,10 +237,21 @@ def evaluate_acceptance(
     overrides: Overrides,
     traces: Annotated[
         list[Path],
-        typer.Option("--trace", help="Trace folder instead of --prompts; can be repeated.", default_factory=list, show_default=False),
+        typer.Option(
+            "--trace",
+            help="Trace folder instead of --prompts; can be repeated.",
+            default_factory=list,
+            show_default=False,
+        ),
     ],
     temperatures: Annotated[
-        list[float], typer.Option("--temperature", help="Laws to score under; 0 and 1 unless given.", default_factory=lambda: [0.0, 1.0], show_default=False)
+        list[float],
+        typer.Option(
+            "--temperature",
+            help="Laws to score under; 0 and 1 unless given.",
+            default_factory=lambda: [0.0, 1.0],
+            show_default=False,
+        ),
     ],
     prompts: Annotated[
         str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")
@@ -263,7 +276,7 @@ def evaluate_acceptance(
     settings = settings_from(EvaluateSettings, overrides)
     loaded = _target(target, dtype, trust_remote_code)
     report = evaluate_drafters(
-        loaded, drafters, _traces(traces) or collecting, settings, out, _progress(), trust_remote_code
+        loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
     )
     _show_report(report, out, as_json)
 
@@ -430,7 +443,7 @@ def _print(figures: dict[str, Any], shown: RenderableType, as_json: bool) -> Non
     if as_json:
         sys.stdout.write(json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n")
     else:
-        _stdout.print(shown, highlight=False, markup=False, soft_wrap=True)
+        _stdout.print(shown, highlight=False, markup=False, soft_wrap=isinstance(shown, str))
 
 
 def _escaped(text: str) -> str:

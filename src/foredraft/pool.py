@@ -1,7 +1,7 @@
 """Runs a recipe: whatever is not there yet is made, each stage under a digest of its inputs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -11,20 +11,24 @@ import yaml
 
 from foredraft import verbs
 from foredraft.acceptance.html import render
+from foredraft.catalog import resolve
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
 from foredraft.core.digest import digest_of
+from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
-from foredraft.core.progress import SILENT, Progress
+from foredraft.core.progress import SILENT, Prefixed, Progress
+from foredraft.core.protocols import Drafter
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.recipe import EvaluateSettings, NgramStep, Recipe, Step, TraceSettings, parse_recipe
+from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
 from foredraft.trace.collect import collect
-from foredraft.trace.prompts import Prompt, prompts_digest
-from foredraft.trace.split import split_sources
+from foredraft.trace.prompts import Prompt, prompts_digest, read_prompts
+from foredraft.trace.split import Split, split_sources
 from foredraft.trace.store import Trace, open_trace
 from foredraft.workspace import Workspace
 
+DEFAULT_EVALUATION = EvaluateSettings()
 _DEFAULT_POOL = "recipes/default.yaml"
 
 
@@ -45,7 +49,9 @@ class Made:
         return Path(self.spec)
 
 
-def run_recipe(recipe: Recipe, out: Path, progress: Progress = SILENT, trust_remote_code: bool = False) -> dict[str, Any]:
+def run_recipe(
+    recipe: Recipe, out: Path, progress: Progress = SILENT, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Make everything that `recipe` describes and is not in `out` yet; return the report.
 
     Leaves traces/, drafts/, scores/, exports/, report.json and report.html in `out`. Called again it makes
@@ -55,8 +61,14 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress = SILENT, trust_rem
         UserError: the recipe asks for something that cannot be done, or `out` holds something else.
     """
     workspace = Workspace.open(out)
+    prompts = split_sources(recipe.trace.prompts, recipe.trace.seed)
     target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code)
-    return _Run(recipe, workspace, target, progress, trust_remote_code).finish()
+    for steps in recipe.candidates.values():
+        for step in steps:
+            verbs.refuse_impossible(step, target)
+    for runtime in recipe.export:
+        resolve("exporters", runtime)
+    return _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
 
 
 def default_recipe(target: str, prompts: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -72,8 +84,8 @@ def evaluate_drafters(
     target: LocalTarget,
     specs: Sequence[str],
     text: Sequence[Trace] | TraceSettings,
-    settings: EvaluateSettings,
-    out: Path,
+    out: Path | str,
+    settings: EvaluateSettings = DEFAULT_EVALUATION,
     progress: Progress = SILENT,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -81,14 +93,14 @@ def evaluate_drafters(
 
     Leaves report.json and report.html in `out`, and the traces if it collected them.
     """
-    workspace = Workspace.open(out)
+    workspace = Workspace.open(Path(out))
+    contenders = {}
+    for name, spec in _named(specs).items():
+        drafter = verbs.load_drafter(spec, target, trust_remote_code)
+        contenders[name] = Contender(_spec_key(spec), partial(_itself, drafter))
     if isinstance(text, TraceSettings):
-        prompts = split_sources(text.prompts, text.seed).eval
+        prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
-    contenders = {
-        name: Contender(spec, _spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
-        for name, spec in _named(specs).items()
-    }
     report = evaluate(target, contenders, text, settings, workspace, progress)
     _publish(workspace, report)
     return report
@@ -107,29 +119,48 @@ class _Run:
         self.progress = progress
         self.trust_remote_code = trust_remote_code
         self._made: dict[str, Made] = {}
+        self._stage_number = 0
 
-    def finish(self) -> dict[str, Any]:
-        split = split_sources(self.recipe.trace.prompts, self.recipe.trace.seed)
-        train, held_out = self._traces("train", split.train), self._traces("eval", split.eval)
+    def finish(self, prompts: Split) -> dict[str, Any]:
+        if not prompts.train and (learner := self._first_learner()):
+            raise UserError(f"Candidate {learner} learns from answers: ask for prompts to train on (train: 100, say).")
+        train, held_out = self._traces("train", prompts.train), self._traces("eval", prompts.eval)
         for name in self.recipe.candidates:
             self._make(name, train)
-        contenders = {
-            name: Contender(made.spec, made.key, partial(verbs.load_drafter, made.spec, self.target, self.trust_remote_code))
-            for name, made in self._made.items()
-        }
-        report = evaluate(self.target, contenders, held_out, self.recipe.evaluate, self.workspace, self.progress)
-        report |= {"selection": choose_from(report, self.recipe.select)}
+        report = evaluate(
+            self.target,
+            self._contenders(),
+            held_out,
+            self.recipe.evaluate,
+            self.workspace,
+            self._numbered(""),
+        )
+        report["selection"] = choose_from(report, self.recipe.select)
         self._record(report)
-        report |= {"exports": self._export(report["selection"])}
+        report["exports"] = self._export(report["selection"]["exported"])
+        report["curves"] = {name: curve for name, made in self._made.items() if (curve := _curve(made.folder))}
+        report["stages"] = [asdict(record) for record in self.workspace.records()]
         _publish(self.workspace, report)
         return report
 
     def _traces(self, part: str, prompts: Sequence[Prompt]) -> list[Trace]:
         settings, laws = self.recipe.trace, [law.law() for law in self.recipe.trace.laws]
         return [
-            _collected(self.workspace, self.target, settings, part, prompts, law, self.progress)
+            _collected(self.workspace, self.target, settings, part, prompts, law, self._numbered(f"{part} prompts:"))
             for law in (laws if prompts else [])
         ]
+
+    def _numbered(self, what: str) -> Progress:
+        """Return the progress of the next stage, which says how many there are."""
+        self._stage_number += 1
+        made_here = [
+            step for steps in self.recipe.candidates.values() for step in steps if not verbs.is_reference(step)
+        ]
+        stages = 2 * len(self.recipe.trace.laws) + len(made_here) + 1
+        return Prefixed(self.progress, f"[{self._stage_number}/{stages}] {what}".strip())
+
+    def _first_learner(self) -> str:
+        return next((name for name, steps in self.recipe.candidates.items() if any(map(verbs.learns, steps))), "")
 
     def _make(self, name: str, train: Sequence[Trace]) -> Made:
         if name not in self._made:
@@ -147,24 +178,26 @@ class _Run:
             case "checkpoint":
                 return Made(step.settings, _spec_key(step.settings))
             case "ngram" if not verbs.needs_building(step.settings.kind):
-                spec = _model_free_spec(step.settings)
+                spec = verbs.model_free_spec(step.settings)
                 return Made(spec, digest_of(spec))
-            case "ngram":
-                make = partial(verbs.build_ngram, self.target, train, step.settings, progress=self.progress)
-            case _:
-                make = partial(verbs.init_draft, self.target, train, step.settings)
-        return self._stage(name, step, digest_of([self.target.fingerprint, *_keys(train)]), lambda out: make(out=out))
+        inputs = digest_of([self.target.fingerprint, *_keys(train)])
+        progress = self._numbered(f"{name}:")
+        if step.verb == "ngram":
+            return self._stage(
+                name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, progress)
+            )
+        return self._stage(name, step, inputs, lambda out: verbs.init_draft(self.target, train, step.settings, out))
 
     def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:
-        source, settings = made.folder, step.settings
+        source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
-            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, self.progress, name),
+            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }
-        learns = _keys(train) if step.verb in ("distill", "prune") else []
-        return self._stage(name, step, digest_of([made.key, *learns]), make[step.verb])
+        learnt = _keys(train) if verbs.learns(step) else []
+        return self._stage(name, step, digest_of([made.key, *learnt]), make[step.verb])
 
     def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:
         key = digest_of([step.verb, step.settings.model_dump(mode="json"), inputs])
@@ -172,25 +205,39 @@ class _Run:
         self.workspace.stage(f"{step.verb} {name}", key, path, make)
         return Made(str(path), key)
 
+    def _contenders(self) -> dict[str, Contender]:
+        parents = {name: steps[0].source or "" for name, steps in self.recipe.candidates.items()}
+        twins = {
+            parents[name]: name
+            for name, steps in self.recipe.candidates.items()
+            if [step.verb for step in steps] == ["from", "head"]
+        }
+        return {
+            name: Contender(
+                made.key,
+                partial(verbs.load_drafter, made.spec, self.target, self.trust_remote_code),
+                twins.get(name, ""),
+                parents[name],
+            )
+            for name, made in self._made.items()
+        }
+
     def _record(self, report: dict[str, Any]) -> None:
         for name, made in self._made.items():
             if (made.folder / MANIFEST).is_file():
-                measured = {
+                entries = {
                     law["label"]: next(entry for entry in law["drafters"] if entry["name"] == name)
                     for law in report["laws"]
                 }
-                record_measurement(made.folder, measured)
+                record_measurement(made.folder, entries)
 
-    def _export(self, selection: dict[str, Any]) -> dict[str, str]:
-        name = selection["exportable"]
-        if not name:
-            return {}
+    def _export(self, chosen: dict[str, Any]) -> dict[str, str]:
         folders = {}
-        for runtime in self.recipe.export:
-            made = self._made[name]
-            key = digest_of([runtime, made.key, selection["k"]])
+        for runtime in self.recipe.export if chosen else []:
+            name, k = chosen["drafter"], chosen["k"]
+            key = digest_of([runtime, self._made[name].key, k])
             path = self.workspace.root / "exports" / runtime / f"{name}-{key[:8]}"
-            export = partial(verbs.export_draft, made.folder, self.target, runtime, selection["k"])
+            export = partial(verbs.export_draft, self._made[name].folder, self.target, runtime, k)
             self.workspace.stage(f"export {name} for {runtime}", key, path, export)
             folders[runtime] = str(path)
         return folders
@@ -218,6 +265,17 @@ def _collected(
     return open_trace(path)
 
 
+def _itself(drafter: Drafter) -> Drafter:
+    return drafter
+
+
+def _to_score(settings: TraceSettings) -> Sequence[Prompt]:
+    """Return all prompts, or as many as `eval` asks for, balanced over domains."""
+    if any(source.eval for source in settings.prompts):
+        return split_sources(settings.prompts, settings.seed).eval
+    return [prompt for source in settings.prompts for prompt in read_prompts(source)]
+
+
 def _publish(workspace: Workspace, report: dict[str, Any]) -> None:
     write_json(workspace.root / "report.json", report)
     with whole_file(workspace.root / "report.html") as page:
@@ -234,7 +292,9 @@ def _spec_key(spec: str) -> str:
     if (folder / MANIFEST).is_file():
         return read_manifest(folder).digest
     if folder.is_dir():
-        return digest_of([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())])
+        return digest_of(
+            [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
+        )
     return digest_of(spec)
 
 
@@ -248,6 +308,7 @@ def _named(specs: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _model_free_spec(step: NgramStep) -> str:
-    options = step.model_dump(include=verbs.options_of(step.kind))
-    return f"{step.kind}:{','.join(f'{name}={value}' for name, value in options.items())}"
+def _curve(folder: Path) -> list[dict[str, Any]]:
+    if not (folder / MANIFEST).is_file():
+        return []
+    return [dict(point) for point in read_manifest(folder).curve]

@@ -1,18 +1,256 @@
 """From drafters and traces to the report: replay, costs, audits, each kept under a digest."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from foredraft.acceptance.audit import Audit, audit
 from foredraft.acceptance.cost import Costs, measure_costs
 from foredraft.acceptance.evaluate import score
+from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report
 from foredraft.acceptance.report import AcceptanceReport
+from foredraft.acceptance.wording import Figure
 from foredraft.core.digest import digest_of
-from foredraft.core.progress import SILENT, Progress
+from foredraft.core.errors import TraceError, UserError
+from foredraft.core.files import write_json
+from foredraft.core.progress import Progress
 from foredraft.core.protocols import Drafter
+from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import EvaluateSettings
-from foredraft.trace.store import Trace
+from foredraft.recipe import EvaluateSettings, SelectSettings
+from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
+from foredraft.trace.store import Trace, require_same
 from foredraft.workspace import Workspace
+
+_TIMING_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A drafter to score.
+
+    Attributes:
+        key: Digest of everything that its figures depend on.
+        load: Makes it.
+        twin, parent: See DrafterFacts.
+    """
+
+    key: str
+    load: Callable[[], Drafter]
+    twin: str = ""
+    parent: str = ""
+
+
+def evaluate(
+    target: LocalTarget,
+    contenders: Mapping[str, Contender],
+    traces: Sequence[Trace],
+    settings: EvaluateSettings,
+    workspace: Workspace,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Score every contender on every trace, time them, decode a few prompts literally; return the report.
+
+    Raises:
+        TraceError: there is no trace, or one was not written by this target.
+        VocabMismatchError: a drafter does not speak the target's tokens.
+    """
+    if not traces:
+        raise TraceError("There is no text to score on: ask for evaluation prompts (trace.prompts[].eval in a recipe).")
+    for trace in traces:
+        require_same(
+            trace,
+            f"the target {target.name}",
+            target_fingerprint=target.fingerprint,
+            tokenizer_fingerprint=target.tokenizer_fingerprint,
+        )
+    described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
+    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump()])
+    path = workspace.root / "scores" / f"report-{key[:8]}.json"
+    if not path.is_file():
+        write_json(path, _Evaluation(target, contenders, settings, workspace, progress).report(traces))
+    return read_report(path)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return report.json.
+
+    Raises:
+        UserError: it is missing or no report.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no report: {error}.") from error
+    if not isinstance(report, dict) or "laws" not in report:
+        raise UserError(f"{path} is no report: it has no laws.")
+    return report
+
+
+def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str, Any]:
+    """Return the selection of a report as plain values, for traffic with equally many tokens of each law."""
+    figures = over_laws([[_figures(entry) for entry in law["drafters"]] for law in report["laws"]])
+    selection = choose(figures, settings, report["target"]["bytes"])
+    speedup = selection.predicted_speedup
+    laws = " and ".join(law["label"] for law in report["laws"])
+    averaged = f" (Times of {laws} averaged.)" if len(report["laws"]) > 1 else ""
+    return {
+        "drafter": "" if selection.drafter == NO_SPECULATION else selection.drafter,
+        "k": selection.k,
+        "predicted_speedup": speedup.value,
+        "interval": [speedup.low, speedup.high] if speedup.has_interval else None,
+        "sentence": selection.sentence + averaged,
+        "reasons": dict(selection.reasons),
+        "exported": _exportable(figures, selection.drafter),
+    }
+
+
+class _Evaluation:
+    """One evaluation in a workspace; drafters are loaded once."""
+
+    def __init__(
+        self,
+        target: LocalTarget,
+        contenders: Mapping[str, Contender],
+        settings: EvaluateSettings,
+        workspace: Workspace,
+        progress: Progress,
+    ) -> None:
+        self._target = target
+        self._contenders = contenders
+        self._settings = settings
+        self._workspace = workspace
+        self._progress = progress
+        self._drafters: dict[str, Drafter] = {}
+
+    def report(self, traces: Sequence[Trace]) -> dict[str, Any]:
+        self._drafters = {name: contender.load() for name, contender in self._contenders.items()}
+        facts = {name: _facts(drafter, self._contenders[name]) for name, drafter in self._drafters.items()}
+        reports = [self._reports(trace) for trace in traces]
+        laws = [self._law(trace, scores) for trace, scores in zip(traces, reports, strict=True)]
+        target = {
+            "name": self._target.name,
+            "fingerprint": self._target.fingerprint,
+            "dtype": self._target.dtype,
+            "parameters": self._target.num_parameters,
+            "bytes": self._target.num_bytes,
+        }
+        return build_report(target, laws, facts)
+
+    def _reports(self, trace: Trace) -> dict[str, AcceptanceReport]:
+        ks, reports = self._settings.num_draft_tokens, {}
+        for name, drafter in self._drafters.items():
+            data = self._kept(
+                f"score {name} {trace.info.law}",
+                [self._contenders[name].key, trace.digest, ks],
+                partial(self._scored, name, drafter, trace),
+            )
+            reports[name] = AcceptanceReport.from_json(data)
+        return reports
+
+    def _scored(self, name: str, drafter: Drafter, trace: Trace) -> dict[str, Any]:
+        return score(name, drafter, trace, self._settings.num_draft_tokens, self._progress).to_json()
+
+    def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
+        settings, law = self._settings, trace.info.law
+        bound = {name: drafter.bind(law) for name, drafter in self._drafters.items()}
+        inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, settings.model_dump()]
+        costs = Costs.from_json(
+            self._kept(
+                f"time {law}",
+                inputs,
+                lambda: measure_costs(
+                    self._target, bound, _timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
+                    self._progress,
+                ).to_json(),
+            )
+        )  # fmt: skip
+        lengths = {name: _best_k(costs, name, report) for name, report in reports.items()}
+        audits = self._kept(
+            f"audit {law}",
+            [*inputs, lengths],
+            lambda: {
+                name: found.to_json()
+                for name, found in audit(
+                    self._target,
+                    {name: (drafter, lengths[name]) for name, drafter in bound.items()},
+                    _audit_prompts(trace, settings, self._target.max_context),
+                    law,
+                    settings.audit_tokens,
+                    trace.info.seed,
+                    self._progress,
+                ).items()
+            },
+        )
+        return LawScores(law, reports, costs, {name: Audit(**found) for name, found in audits.items()})
+
+    def _kept(self, name: str, inputs: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        key = digest_of([name.split()[0], inputs])
+        path = self._workspace.root / "scores" / f"{name.split()[0]}-{key}.json"
+        self._workspace.stage(name, key, path, lambda out: write_json(out, make()))
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
+    head_rows, has_int8_body = 0, False
+    if isinstance(drafter, CausalLMDrafter):
+        head_rows = len(drafter.draft.head_token_ids)
+        has_int8_body = bool(getattr(drafter.draft.model.config, "quantization_config", None))
+    return DrafterFacts(
+        drafter.kind,
+        drafter.num_parameters,
+        drafter.num_bytes,
+        head_rows,
+        has_int8_body,
+        contender.twin,
+        contender.parent,
+    )
+
+
+def _best_k(costs: Costs, name: str, report: AcceptanceReport) -> int:
+    return max(
+        report.ks, key=lambda k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k))
+    )
+
+
+def _timing_text(trace: Trace) -> Int[Tensor, " tokens"]:
+    texts = [row.answer().token_ids for row in trace.rows(tops=False)]
+    return max(texts, key=len)[-_TIMING_TOKENS:]
+
+
+def _audit_prompts(trace: Trace, settings: EvaluateSettings, max_context: int) -> list[Int[Tensor, " _"]]:
+    """Return prompts spread over the trace that leave room for the audit's tokens."""
+    prompts = [row.prompt_ids for row in trace.rows(tops=False)]
+    fitting = [prompt for prompt in prompts if len(prompt) + settings.audit_tokens <= max_context]
+    chosen = torch.linspace(0, len(fitting) - 1, min(settings.audit_prompts, len(fitting))).round().int().tolist()
+    return [fitting[index] for index in chosen]
+
+
+def _figures(entry: Mapping[str, Any]) -> CandidateFigures:
+    bounds = entry["interval"]["mean_tokens_per_call"]
+    return CandidateFigures(
+        entry["name"],
+        entry["kind"],
+        entry["bytes"],
+        {int(k): Figure(value, *bounds[k]) for k, value in entry["mean_tokens_per_call"].items()},
+        {int(k): value for k, value in entry["predicted_speedup"].items()},
+        entry["head_rows"],
+        entry["twin"],
+        entry["has_int8_body"],
+    )
+
+
+def _exportable(figures: Sequence[CandidateFigures], winner: str) -> dict[str, Any]:
+    """Name the draft that leaves for other runtimes: the winner, or the best one that is a model of full precision."""
+    drafts = [one for one in figures if one.kind == "causal-lm" and not one.has_int8_body]
+    if not drafts:
+        return {}
+    best = max(drafts, key=lambda one: (one.name == winner, one.best.value))
+    return {"drafter": best.name, "k": best.best_k}

@@ -1,11 +1,13 @@
 """What each verb makes, from folders to folders. The pool chains them; the command line runs them alone."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 import yaml
 
 from foredraft.catalog import names, resolve, unknown_name_message
@@ -13,20 +15,22 @@ from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.compress.prune import prune_layers
 from foredraft.compress.quantize import quantize_int8
 from foredraft.core.errors import ModelError, UnknownNameError, UserError, VocabMismatchError
-from foredraft.core.law import SamplingLaw
+from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Answer, Drafter
+from foredraft.core.protocols import Drafter
+from foredraft.decoding.speculative import Limits, decode, plain_decode
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings
+from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings, Step
+from foredraft.trace.prompts import NO_DOMAIN, Prompt, render
 from foredraft.trace.store import Trace
 
-CURVE = "curve.json"
 _CALIBRATION_ANSWERS = 32
 
 
@@ -49,10 +53,12 @@ def distill_draft(
     """Train a draft on the target's own answers. A killed run goes on where it was."""
     before = _manifest_for(source, target)
     points = out.with_name(f".{out.name}.training")
-    result = distill(load_draft(source, "float32"), traces, step, target, points, progress)
-    manifest = replace(_extended(before, "distill", step), training_tokens=before.training_tokens + step.tokens)
-    written = save_draft(result.draft, out, manifest, target.tokenizer, {CURVE: result.curve_json()})
-    result.forget(points)
+    distilled = distill(load_draft(source, "float32"), traces, step, target, points, progress)
+    seen = before.training_tokens + distilled.training_tokens
+    curve = tuple(asdict(point) for point in distilled.curve)
+    manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=curve)
+    written = save_draft(distilled.draft, out, manifest, target.tokenizer)
+    forget_points(points)
     return written
 
 
@@ -67,7 +73,8 @@ def prune_draft(
 
 def quantize_draft(source: Path, target: LocalTarget, step: QuantizeStep, out: Path) -> DraftManifest:
     """Round the weights of a draft's body to 8 bits, one scale a row."""
-    return quantize_int8(source, out, _extended(_manifest_for(source, target), "quantize", step))
+    draft = quantize_int8(load_draft(source, "float32"), step.activation_bits)
+    return save_draft(draft, out, _extended(_manifest_for(source, target), "quantize", step), target.tokenizer)
 
 
 def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> DraftManifest:
@@ -84,6 +91,85 @@ def build_ngram(
     return resolve("builders", step.kind)(_answer_ids(traces), target.vocab_size, step, manifest, out, progress)
 
 
+def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: Path) -> Path:
+    """Write a draft as `runtime` loads it, tuned to k draft tokens a block."""
+    resolve("exporters", runtime)(source, target, k, out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """An answer in words, and what it took."""
+
+    text: str
+    tokens: int
+    target_calls: int
+    seconds: float
+
+    @property
+    def mean_tokens_per_call(self) -> float:
+        return self.tokens / self.target_calls
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def generate(
+    target: LocalTarget,
+    drafter: Drafter | None,
+    prompt: str,
+    law: SamplingLaw = GREEDY,
+    k: int = 4,
+    max_new_tokens: int = 256,
+    seed: int = 0,
+) -> Generated:
+    """Answer one user turn by speculative decoding, plainly where there is no drafter. The law is the target's."""
+    prompt_ids = render(Prompt("prompt", NO_DOMAIN, ({"role": "user", "content": prompt},)), target.tokenizer)
+    limits = Limits(max_new_tokens, target.stop_ids, target.max_context)
+    generator = torch.Generator().manual_seed(seed)
+    if drafter is None:
+        decoded = plain_decode(target.session(), prompt_ids, law, limits, generator)
+    else:
+        decoded = decode(target.session(), drafter.bind(law), prompt_ids, law, k, limits, generator)
+    text = target.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)
+    return Generated(text, len(decoded.token_ids), decoded.target_calls, decoded.seconds)
+
+
+def learns(step: Step) -> bool:
+    """Return whether a step reads what the target wrote."""
+    match step.verb:
+        case "ngram":
+            return needs_building(step.settings.kind)
+        case "init":
+            return step.settings.vocab > 0
+        case "prune":
+            return step.settings.by == "block-influence"
+        case verb:
+            return verb == "distill"
+
+
+def is_reference(step: Step) -> bool:
+    """Return whether a step only names a drafter that is made elsewhere or on the spot."""
+    return step.verb in ("from", "checkpoint") or (step.verb == "ngram" and not needs_building(step.settings.kind))
+
+
+def refuse_impossible(step: Step, target: LocalTarget) -> None:
+    """Raise what a step would raise for its settings alone, before anything is made.
+
+    Raises:
+        UserError: a layer that the target does not have, or a kind or loss that is not known.
+    """
+    match step.verb:
+        case "ngram":
+            needs_building(step.settings.kind)
+        case "init":
+            parse_layers(step.settings.layers, target.model.config.num_hidden_layers)
+        case "distill":
+            for loss in filter(None, (*step.settings.loss, step.settings.finish)):
+                resolve("losses", loss)
+
+
 def needs_building(kind: str) -> bool:
     """Return whether a model-free kind is built from text rather than made on the spot.
 
@@ -94,6 +180,13 @@ def needs_building(kind: str) -> bool:
     if kind not in known:
         raise UnknownNameError(unknown_name_message("drafter kind", kind, known))
     return kind in names("builders")
+
+
+def model_free_spec(step: NgramStep) -> str:
+    """Return the spec, as load_drafter reads it, of a model-free drafter that needs no building."""
+    takes = signature(resolve("drafters", step.kind)).parameters
+    options = {name: value for name, value in step.model_dump().items() if name in takes and name != "kind"}
+    return f"{step.kind}:{','.join(f'{name}={value}' for name, value in options.items())}"
 
 
 def load_drafter(spec: str, target: LocalTarget, trust_remote_code: bool = False) -> Drafter:
@@ -145,7 +238,9 @@ def _blank(target: LocalTarget, kind: str) -> DraftManifest:
 def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
     done = {verb: step.model_dump(by_alias=True)}
     parents = (manifest.digest,) if manifest.files else ()
-    return replace(manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={})
+    return replace(
+        manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={}, curve=()
+    )
 
 
 def _answer_ids(traces: Sequence[Trace]) -> list[np.ndarray]:

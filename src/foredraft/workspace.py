@@ -56,13 +56,20 @@ class Workspace:
             write_json(marker, {"schema": _SCHEMA})
         return Workspace(root)
 
-    def stage(self, name: str, key: str, path: Path, make: Callable[[Path], Any]) -> Path:
-        """Return `path` after `make` has written it, unless it is there already.
+    def stage(
+        self,
+        name: str,
+        key: str,
+        path: Path,
+        make: Callable[[Path], Any],
+        is_done: Callable[[Path], bool] = Path.exists,
+    ) -> Path:
+        """Return `path` after `make` has written it, unless it is done already.
 
-        `make` writes its path whole or not at all; a stage that was killed starts again from the
-        points that it kept itself.
+        `make` writes its path whole or not at all, or says by `is_done` when it is whole; a stage that was
+        killed starts again from the points that it kept itself.
         """
-        if path.exists():
+        if is_done(path):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.acceptance.wording import Figure
+from foredraft.acceptance.wording import Figure, quantity, size
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
 
 SCHEMA = 1
+NO_FIGURE = Figure()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """What literal speculative decoding of a few prompts said; 0 prompts: not done."""
+    """What literal speculative decoding of a few prompts said; 0 prompts: not done.
+
+    Attributes:
+        replayed: Tokens per call by replay of the same text.
+        same_text: Prompts with the text of plain decoding; -1 where that was not counted.
+    """
 
     prompts: int
     mean_tokens_per_call: Mapping[int, float]
+    replayed: Mapping[int, float]
+    same_text: int
     agrees: bool
 
 
@@ -51,12 +59,18 @@ class Standing:
 
     @property
     def tokens_at_best(self) -> Figure:
-        return self.score.mean_tokens_per_call.get(self.best_k, Figure())
+        return self.tokens_at(self.best_k)
 
     @property
     def predicted_at_best(self) -> Figure:
-        """The predicted speedup; its interval is that of the tokens per call, with the costs as measured."""
-        speedup, tokens = self.predicted_speedup.get(self.best_k, math.nan), self.tokens_at_best
+        return self.predicted_at(self.best_k)
+
+    def tokens_at(self, k: int) -> Figure:
+        return self.score.mean_tokens_per_call.get(k, NO_FIGURE)
+
+    def predicted_at(self, k: int) -> Figure:
+        """Return the predicted speedup; its interval is that of the tokens per call, with the costs as measured."""
+        speedup, tokens = self.predicted_speedup.get(k, math.nan), self.tokens_at(k)
         if not tokens.has_interval:
             return Figure(speedup)
         return Figure(speedup, speedup * tokens.low / tokens.value, speedup * tokens.high / tokens.value)
@@ -77,7 +91,7 @@ class Choice:
 
     drafter: str = ""
     k: int = 0
-    predicted_speedup: Figure = Figure()
+    predicted_speedup: Figure = NO_FIGURE
     sentence: str = ""
     reasons: tuple[tuple[str, str], ...] = ()
 
@@ -106,6 +120,7 @@ class Reading:
     """A whole report."""
 
     target: str
+    target_facts: str
     laws: tuple[LawStandings, ...]
     choice: Choice
     curves: Mapping[str, tuple[CurvePoint, ...]]
@@ -136,7 +151,8 @@ def read_report(report: Mapping[str, Any]) -> Reading:
             "Score the drafters again with this version, or read the report with the version that wrote it."
         )
     return Reading(
-        target=_described(report.get("target")),
+        target=_target_name(report.get("target")),
+        target_facts=_target_facts(report.get("target")),
         laws=tuple(_law_standings(law) for law in report.get("laws") or ()),
         choice=_choice(report.get("selection") or {}),
         curves={
@@ -197,8 +213,13 @@ def _score(entry: Mapping[str, Any]) -> Score:
 
 
 def _literal(audit: Mapping[str, Any]) -> Literal:
-    tokens = {int(k): _float(value) for k, value in (audit.get("mean_tokens_per_call") or {}).items()}
-    return Literal(int(audit.get("prompts") or 0), tokens, bool(audit.get("agrees")))
+    literal, replayed = (
+        {int(k): _float(value) for k, value in (audit.get(name) or {}).items()}
+        for name in ("mean_tokens_per_call", "replayed_mean_tokens_per_call")
+    )
+    return Literal(
+        int(audit.get("prompts") or 0), literal, replayed, int(audit.get("same_text", -1)), bool(audit.get("agrees"))
+    )
 
 
 def _choice(selection: Mapping[str, Any]) -> Choice:
@@ -228,7 +249,22 @@ def _paired(entry: Mapping[str, Any]) -> PairedDifference:
 def _law_label(law: object) -> str:
     if isinstance(law, Mapping):
         return str(SamplingLaw(_float(law["temperature"]), int(law.get("top_k") or 0), float(law.get("top_p") or 1.0)))
-    return str(SamplingLaw(float(law))) if isinstance(law, int | float) else _text(law)
+    return str(SamplingLaw(float(law))) if isinstance(law, (int, float)) else _text(law)
+
+
+def _target_name(target: object) -> str:
+    return _text(target.get("name")) if isinstance(target, Mapping) else _text(target)
+
+
+def _target_facts(target: object) -> str:
+    if not isinstance(target, Mapping):
+        return ""
+    facts = (
+        _text(target.get("dtype")),
+        f"{quantity(_float(target['parameters']))} parameters" if "parameters" in target else "",
+        size(_float(target["bytes"])) if "bytes" in target else "",
+    )
+    return ", ".join(filter(None, facts))
 
 
 def _described(value: object) -> str:
@@ -249,7 +285,7 @@ def _figure(value: object, bounds: Sequence[object] | None) -> Figure:
 
 
 def _float(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _rank(drafter: Standing) -> float:

@@ -12,6 +12,7 @@ from rich.text import Text
 from foredraft.acceptance.reading import Choice, LawStandings, Standing, read_report
 from foredraft.acceptance.wording import (
     NOT_MEASURED,
+    cost,
     interval,
     number,
     percent,
@@ -21,9 +22,9 @@ from foredraft.acceptance.wording import (
     times,
 )
 
-NAME_LETTERS = 22
-KIND_LETTERS = 10
-NO_FIGURE = "–"
+KIND_LETTERS = 13
+CHOSEN = "*"
+NO_FIGURE = "\N{EN DASH}"
 
 
 def leaderboard_table(report: Mapping[str, Any]) -> RenderableType:
@@ -47,10 +48,11 @@ def leaderboard_table(report: Mapping[str, Any]) -> RenderableType:
 def _law_table(law: LawStandings, choice: Choice) -> Table:
     table = Table(
         title=Text(f"{law.label}, by predicted speedup at the best k", style="bold"),
-        title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+        title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
     )  # fmt: skip
-    table.add_column("drafter", no_wrap=True)
-    table.add_column("kind", no_wrap=True, style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column("drafter", overflow="fold", min_width=14)
+    table.add_column("kind", overflow="ellipsis", style="dim")
     for heading in ("accepted", "k", "tokens\n/call", "cost\nratio", "predicted\nspeedup", "measured\nspeedup", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for drafter in law.drafters:
@@ -62,12 +64,13 @@ def _law_table(law: LawStandings, choice: Choice) -> Table:
 def _cells(drafter: Standing, chosen: bool) -> list[str]:
     accepted, predicted = drafter.score.expected_acceptance, drafter.predicted_at_best
     return [
-        ("* " if chosen else "  ") + shortened(drafter.name, NAME_LETTERS),
+        CHOSEN if chosen else "",
+        drafter.name,
         shortened(drafter.kind, KIND_LETTERS),
         _figure(f"{percent(accepted.value)} {percent_interval(accepted):>6}".rstrip()),
         str(drafter.best_k or NO_FIGURE),
         _figure(number(drafter.tokens_at_best.value)),
-        _figure(number(drafter.cost_ratio, 3)),
+        _figure(cost(drafter.cost_ratio)),
         _figure(f"{times(predicted.value)} {interval(predicted)}".rstrip()),
         _figure(times(drafter.measured_speedup.value)),
         _figure(size(drafter.num_bytes)),

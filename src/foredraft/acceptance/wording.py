@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 
 NOT_MEASURED = "not measured"
+RANGE = "\N{EN DASH}"
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ def number(value: float, decimals: int = 2) -> str:
     return f"{value:.{decimals}f}" if math.isfinite(value) else NOT_MEASURED
 
 
+def cost(ratio: float) -> str:
+    """Return a cost ratio with the digits that a cheap drafter needs, such as `0.212` or `0.0004`."""
+    return number(ratio, 3) if not 0 < ratio < 0.01 else f"{ratio:.1g}"
+
+
 def times(value: float) -> str:
     """Return a ratio to plain decoding, such as `1.62x`."""
     return f"{value:.2f}x" if math.isfinite(value) else NOT_MEASURED
@@ -39,12 +46,12 @@ def times(value: float) -> str:
 
 def percent(share: float) -> str:
     """Return a share of 1 in whole percent, such as `62 %`."""
-    return f"{100 * share:.0f} %" if math.isfinite(share) else NOT_MEASURED
+    return f"{100 * share:.0f}{NO_BREAK}%" if math.isfinite(share) else NOT_MEASURED
 
 
 def interval(figure: Figure, decimals: int = 2) -> str:
     """Return the interval alone, such as `1.55–1.70`; empty where there is none."""
-    return f"{figure.low:.{decimals}f}–{figure.high:.{decimals}f}" if figure.has_interval else ""
+    return f"{figure.low:.{decimals}f}{RANGE}{figure.high:.{decimals}f}" if figure.has_interval else ""
 
 
 def percent_interval(figure: Figure) -> str:
@@ -52,7 +59,7 @@ def percent_interval(figure: Figure) -> str:
     return interval(figure.scaled(100.0), decimals=0)
 
 
-def quantity(amount: float) -> str:
+def quantity(amount: int | float) -> str:
     """Return a count with three digits, such as `34.1 M` or `812`."""
     return _with_prefix(amount, ("", " k", " M", " G", " T"))
 
@@ -84,7 +91,7 @@ def shortened(text: str, length: int) -> str:
     return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def _with_prefix(amount: float, units: tuple[str, ...]) -> str:
+def _with_prefix(amount: int | float, units: tuple[str, ...]) -> str:
     if not math.isfinite(amount):
         return NOT_MEASURED
     scaled, unit = amount, units[0]

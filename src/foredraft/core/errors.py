@@ -59,3 +59,7 @@ class MissingExtraError(UserError):
 
 class NonFiniteError(ForedraftError):
     """A model produced NaN or infinite figures; the message says where."""
+
+
+class DrafterError(ForedraftError):
+    """A drafter broke its contract: ids outside the vocabulary, laws that are none."""

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from foredraft.core.errors import UserError
+
+_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,23 @@ def sample_index(probs: Float[Tensor, " vocab"], uniform: float) -> int:
 
 
 def sample_indices(probs: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Return `sample_index` of each row, with one uniform in [0, 1) each."""
-    cumulative = probs.double().cumsum(-1)
-    total = cumulative[:, -1:]
-    # Rounding may put a threshold on the total itself, which no interval holds.
-    thresholds = (uniforms.to(cumulative)[:, None] * total).minimum(total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
+    """Return `sample_index` of each row, with one uniform in [0, 1) each.
+
+    Chooses a block of tokens first and a token of it then, so that only sums are accumulated.
+    """
+    padding = -probs.shape[-1] % _BLOCK
+    blocks = (functional.pad(probs, (0, padding)) if padding else probs).unflatten(-1, (-1, _BLOCK))
+    cumulative = blocks.sum(-1).double().cumsum(-1)
+    thresholds = uniforms.to(cumulative) * cumulative[:, -1]
+    block = _interval_of(cumulative, thresholds)
+    rows = torch.arange(len(block), device=block.device)
+    before = functional.pad(cumulative, (1, 0))[rows, block]
+    return block * _BLOCK + _interval_of(blocks[rows, block].double().cumsum(-1), thresholds - before)
+
+
+def _interval_of(cumulative: Float[Tensor, "rows parts"], thresholds: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """Return the first part whose cumulative mass is above the threshold; it has mass of its own."""
+    total = cumulative[:, -1]
+    # Rounding may put a threshold on the total itself, which no part is above.
+    thresholds = thresholds.minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, thresholds[:, None], right=True).squeeze(-1)

@@ -65,6 +65,10 @@ class Drafter(Protocol):
     """Guesses what the target will say next. Pure given its arguments: caches change speed only."""
 
     @property
+    def kind(self) -> str:
+        """Its name in the catalog."""
+
+    @property
     def vocab_size(self) -> int:
         """Width of its laws; every proposed id is below it."""
 

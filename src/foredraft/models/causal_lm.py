@@ -18,6 +18,7 @@ from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
+from foredraft.models.loading import max_context
 from foredraft.models.session import Session
 
 _PASS_TOKENS = 4096
@@ -46,7 +47,7 @@ class CausalLMDrafter:
     @property
     def max_context(self) -> int:
         """Tokens that it can read; behind a longer text it has no guess."""
-        return int(self.draft.model.config.get_text_config().max_position_embeddings)
+        return max_context(self.draft.model)
 
     @property
     def num_parameters(self) -> int:

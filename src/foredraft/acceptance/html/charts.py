@@ -5,23 +5,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from foredraft.acceptance.html.markup import element, extend
+from foredraft.acceptance.html.markup import Number, element, extend
 from foredraft.acceptance.wording import Figure, shortened
 
-LETTER = 6.3  # mean width of a label's letter, in pixels
+LETTER = 6.0  # mean width of a label's letter, in pixels
 LABEL_GAP = 14.0
+DROPS = tuple(sign * step * 13 for step in range(9) for sign in (-1, 1))  # where a name may sit, nearest first
+MOST_DOTS = 16  # a line of more points shows none
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """Maps the data range [low, high] to the pixels [start, end]; values beyond it stay at the edge."""
 
-    low: float
-    high: float
-    start: float
-    end: float
+    low: Number
+    high: Number
+    start: Number
+    end: Number
 
-    def __call__(self, value: float) -> float:
+    def __call__(self, value: Number) -> float:
         share = (value - self.low) / (self.high - self.low)
         return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
 
@@ -31,9 +33,9 @@ class Axis:
     """A title and the ticks of one direction, in data units."""
 
     title: str
-    ticks: tuple[tuple[float, str], ...]
-    low: float
-    high: float
+    ticks: tuple[tuple[Number, str], ...]
+    low: Number
+    high: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,6 @@ class Line:
     """One drafter's line. `colour` is 0 for one of the many, else the number of its own colour."""
 
     name: str
-    label: str
     colour: int
     points: tuple[tuple[float, Figure], ...]
     mark: float = math.nan  # x of the point that is emphasised
@@ -54,10 +55,10 @@ class Frame:
     svg: Element
     x: Scale
     y: Scale
-    width: float
+    width: Number
 
 
-def ticks(low: float, high: float, wanted: int, text: Callable[[float], str]) -> tuple[tuple[float, str], ...]:
+def ticks(low: Number, high: Number, wanted: int, text: Callable[[float], str]) -> tuple[tuple[float, str], ...]:
     """Return about `wanted` round values inside [low, high] with their labels."""
     raw = (high - low) / max(wanted, 1)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -66,7 +67,7 @@ def ticks(low: float, high: float, wanted: int, text: Callable[[float], str]) ->
     return tuple((index * step, text(index * step)) for index in range(first, last + 1))
 
 
-def frame(x: Axis, y: Axis, width: float, height: float, right: float, description: str) -> Frame:
+def frame(x: Axis, y: Axis, width: Number, height: Number, right: Number, description: str) -> Frame:
     """Return an empty plot with hairlines at the ticks of y; `right` pixels stay free for labels."""
     left = 12 + LETTER * max(len(text) for _, text in y.ticks)
     x_scale = Scale(x.low, x.high, left + 8, width - right)
@@ -89,8 +90,8 @@ def frame(x: Axis, y: Axis, width: float, height: float, right: float, descripti
 
 def draw_lines(plot: Frame, lines: Sequence[Line], text: Callable[[float], str]) -> None:
     """Draw the many in grey, then those with a colour: band, line, points, and a name at the end."""
-    for line in sorted(lines, key=lambda line: -line.colour):
-        if line.points and line.colour == 0:
+    for line in lines:
+        if line.points and not line.colour:
             extend(plot.svg, _line(plot, line, text))
     named = [line for line in lines if line.points and line.colour]
     for line in reversed(named):
@@ -99,16 +100,16 @@ def draw_lines(plot: Frame, lines: Sequence[Line], text: Callable[[float], str])
 
 
 def whisker(plot: Frame, x: float, figure: Figure, colour: int, title: str) -> Element:
-    """Return a point with its interval, at pixel x."""
+    """Return a point at pixel x, with its interval unless it is one of the many."""
     level = plot.y(figure.value)
     group = element("g", element("title", title), class_=f"c{colour}")
-    if figure.has_interval:
+    if figure.has_interval and colour:
         extend(group, element("line", x1=x, x2=x, y1=plot.y(figure.low), y2=plot.y(figure.high), class_="whisker"))
     extend(group, element("circle", cx=x, cy=level, r=3.2 if colour else 2.2, class_="dot"))
     return group
 
 
-def strip(figure: Figure, scale: Scale, break_even: float, title: str) -> Element:
+def strip(figure: Figure, scale: Scale, break_even: Number, title: str) -> Element:
     """Return one row of a dot plot: the figure and its interval on a line, with the break-even mark."""
     middle, zero = 9.0, scale(break_even)
     svg = element("svg", element("title", title), class_="strip", width=scale.end + 6, height=18)
@@ -126,7 +127,7 @@ def strip(figure: Figure, scale: Scale, break_even: float, title: str) -> Elemen
     return svg
 
 
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread(wanted: Sequence[Number], gap: Number, low: Number, high: Number) -> list[float]:
     """Return places near the wanted ones, in the same order, at least `gap` apart, within [low, high].
 
     Where there is no room for all, the gap shrinks.
@@ -135,28 +136,26 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
         return []
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    places, floor = [0.0] * len(wanted), low
+    places, floor = [0.0] * len(wanted), float(low)
     for index in order:
         places[index] = max(wanted[index], floor)
         floor = places[index] + gap
-    ceiling = high
+    ceiling = float(high)
     for index in reversed(order):
         places[index] = min(places[index], ceiling)
         ceiling = places[index] - gap
     return places
 
 
-def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], taken: list[tuple[float, ...]]) -> None:
+def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], taken: list[tuple[Number, ...]]) -> None:
     """Write a name beside each point (x and y in pixels) where it covers no other name and no point of `taken`.
 
     `taken` holds boxes (left, top, right, bottom) and grows by the names written.
     """
     for x, y, text, colour in points:
         width = LETTER * len(text)
-        places = [
-            (x + 8 + reach, y + 4 + drop) for reach in (0, 12) for drop in (0, -13, 13, -26, 26, -39, 39, -52, 52)
-        ]
-        places += [(x - 8 - width, y + 4 + drop) for drop in (0, -13, 13, -26, 26)]
+        sides = (x + 8, x - 8 - width)
+        places = [(left, y + 4 + drop) for drop in DROPS for left in sides]
         boxes = [(left, base - 10, left + width, base + 3) for left, base in places]
         fits = [box for box in boxes if _inside(plot, box) and not any(_overlap(box, other) for other in taken)]
         box = fits[0] if fits else boxes[0]
@@ -165,7 +164,8 @@ def label_points(plot: Frame, points: Iterable[tuple[float, float, str, int]], t
         if abs(base - 4 - y) > 1:
             near = left - 2 if left > x else box[2] + 2
             extend(plot.svg, element("line", x1=x, y1=y, x2=near, y2=base - 4, class_=f"leader c{colour}"))
-        extend(plot.svg, element("text", text, x=left, y=base, class_=f"label c{colour}"))
+        edge, side = (left, "") if left > x else (box[2], " end")
+        extend(plot.svg, element("text", text, x=edge, y=base, class_=f"label c{colour}{side}"))
 
 
 def _line(plot: Frame, line: Line, text: Callable[[float], str]) -> Element:
@@ -173,7 +173,7 @@ def _line(plot: Frame, line: Line, text: Callable[[float], str]) -> Element:
     group = element("g", class_=f"line c{line.colour}")
     path = " ".join(f"{plot.x(x):.1f},{plot.y(figure.value):.1f}" for x, figure in line.points)
     extend(group, element("title", f"{line.name}: {text(last.value)} at {last_x:g}"), element("polyline", points=path))
-    if line.colour:
+    if line.colour and len(line.points) <= MOST_DOTS:
         for x, figure in line.points:
             emphasised = x == line.mark
             dot = element("circle", cx=plot.x(x), cy=plot.y(figure.value), r=4.2 if emphasised else 2, class_="dot")
@@ -197,13 +197,13 @@ def _name_ends(plot: Frame, lines: Sequence[Line]) -> None:
         extend(
             plot.svg,
             element("line", x1=x + 4, x2=edge + 16, y1=y, y2=place, class_=f"leader c{line.colour}"),
-            element("text", shortened(line.label, room), x=edge + 19, y=place + 4, class_=f"label c{line.colour}"),
+            element("text", shortened(line.name, room), x=edge + 19, y=place + 4, class_=f"label c{line.colour}"),
         )
 
 
-def _inside(plot: Frame, box: tuple[float, ...]) -> bool:
+def _inside(plot: Frame, box: tuple[Number, ...]) -> bool:
     return box[0] >= plot.x.start - 6 and box[2] <= plot.width and box[1] >= 16 and box[3] <= plot.y.start + 2
 
 
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+def _overlap(a: tuple[Number, ...], b: tuple[Number, ...]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -5,9 +5,10 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 Content: TypeAlias = Element | str
+Number: TypeAlias = int | float
 
 
-def element(tag: str, *content: Content, **attributes: str | float) -> Element:
+def element(tag: str, *content: Content, **attributes: str | Number) -> Element:
     """Return one element. `class_` stands for class, and `stroke_width` for stroke-width.
 
     Numbers are written with at most one decimal, enough for pixels.
@@ -37,5 +38,5 @@ def _name(key: str) -> str:
     return key.rstrip("_").replace("_", "-")
 
 
-def _value(value: str | float) -> str:
+def _value(value: str | Number) -> str:
     return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")

@@ -9,10 +9,10 @@ from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html import plots, tables
 from foredraft.acceptance.html.markup import Content, document, element, extend
-from foredraft.acceptance.reading import LawStandings, Reading, Standing, read_report
+from foredraft.acceptance.reading import Choice, LawStandings, Reading, Standing, read_report
 from foredraft.acceptance.wording import (
+    NO_BREAK,
     NOT_MEASURED,
-    Figure,
     interval,
     number,
     percent,
@@ -24,13 +24,13 @@ from foredraft.acceptance.wording import (
 Colours = Mapping[str, int]
 
 MEANINGS = (
-    ("expected acceptance", "Mean of Σ min(target, draft) over the positions of text that the target wrote: 0 to 100 %."),
+    ("expected acceptance", "Mean of Σ min(target, draft) over positions of text that the target wrote, 0 to 100 %."),
     ("acceptance by position", "How often draft token i was accepted, given that all before it in the block were."),
-    ("tokens per call", "Tokens emitted / target calls, the bonus token included, as a ratio of sums. Plain decoding is 1."),
+    ("tokens per call", "Tokens emitted / target calls, bonus token included, a ratio of sums. Plain decoding is 1."),
     ("cost ratio", "Measured time of one draft step / time of one target step of one token."),
-    ("predicted speedup", "Tokens per call at k × time of one target step / (k draft steps + verifying k + 1 positions)."),
+    ("predicted speedup", "Tokens per call / block time in target steps: k draft steps, k + 1 positions verified."),
     ("best k", "The draft length of the largest predicted speedup; a large dot in the plot."),
-    ("measured speedup", "Wall clock of plain decoding / of speculative decoding: same engine, same prompts, in turns."),
+    ("measured speedup", "Wall clock, plain / speculative decoding: same engine, same prompts, taken in turns."),
     ("break-even", "Drafting can pay for some k only where acceptance exceeds the cost ratio."),
     ("interval", "95 %, by resampling whole prompts. That of a predicted speedup leaves out the noise of the timings."),
     ("replay", "Exact score of every k from one pass over the target's own text; literal decoding is its audit."),
@@ -93,45 +93,50 @@ def _headline(reading: Reading) -> list[Element]:
     else:
         parts.append(element("h1", element("bdi", choice.drafter)))
     parts.append(element("p", choice.sentence or "The report holds no reason in words.", class_="lead"))
-    parts.append(element("div", *_key_figures(reading), class_="key-figures"))
+    figures = (_key_figures(law, choice) for law in reading.laws)
+    parts += [element("div", *row, class_="key-figures") for row in figures if row]
     if reading.notes:
         parts.append(element("ul", *(element("li", note) for note in reading.notes), class_="notes"))
     return parts
 
 
-def _key_figures(reading: Reading) -> list[Element]:
-    choice = reading.choice
-    shown = [
-        _key_figure("predicted speedup", times(choice.predicted_speedup.value), interval(choice.predicted_speedup))
-    ]
-    for law in reading.laws:
-        for drafter in law.drafters:
-            if drafter.name == choice.drafter:
-                tokens = drafter.score.mean_tokens_per_call.get(choice.k, Figure())
-                accepted, measured = drafter.score.expected_acceptance, drafter.measured_speedup
-                shown += [
-                    _key_figure(f"measured speedup, {law.label}", times(measured.value), interval(measured)),
-                    _key_figure(f"tokens per call, {law.label}", number(tokens.value), interval(tokens)),
-                    _key_figure(f"accepted, {law.label}", percent(accepted.value), percent_interval(accepted)),
-                ]
-    return shown
+def _key_figures(law: LawStandings, choice: Choice) -> list[Element]:
+    """The chosen drafter at the chosen k under one law; nothing where it was not scored."""
+    for drafter in law.drafters:
+        if drafter.name == choice.drafter and choice.k:
+            predicted, tokens = drafter.predicted_at(choice.k), drafter.tokens_at(choice.k)
+            measured, accepted = drafter.measured_speedup, drafter.score.expected_acceptance
+            at = f" at k{NO_BREAK}={NO_BREAK}{drafter.measured_k}" if drafter.measured_k not in (0, choice.k) else ""
+            return [
+                element("div", *_law_name(law), class_="law"),
+                _key_figure("predicted speedup", times(predicted.value), interval(predicted)),
+                _key_figure("measured speedup" + at, times(measured.value), interval(measured)),
+                _key_figure("tokens per call", number(tokens.value), interval(tokens)),
+                _key_figure("accepted", percent(accepted.value), percent_interval(accepted)),
+            ]
+    return []
 
 
 def _key_figure(what: str, value: str, bounds: str) -> Element:
     missing = " missing" if value == NOT_MEASURED else ""
-    parts: list[Content] = [element("span", value, class_="value" + missing), element("span", what, class_="what")]
-    if bounds:
-        parts.append(element("span", bounds, class_="bounds"))
-    return element("div", *parts)
+    return element(
+        "div",
+        element("span", value, class_="value" + missing),
+        element("span", what, class_="what"),
+        element("span", bounds, class_="bounds"),
+    )
 
 
 def _leaderboards(reading: Reading, colours: Colours) -> Element:
     about = "Sorted by predicted speedup at each drafter's best k. The line at 1x is plain decoding."
-    standings = [drafter.predicted_at_best for law in reading.laws for drafter in law.drafters]
-    fastest = _largest(bound for figure in standings for bound in (figure.value, figure.high))
+    if any(len(law.drafters) > tables.TALL for law in reading.laws):
+        about += " Long tables scroll inside their box."
+    speedups = [drafter.predicted_at_best for drafter in _standings(reading)]
+    fastest = _largest(bound for figure in speedups for bound in (figure.value, figure.high))
+    slowest = min((figure.value for figure in speedups if figure.is_measured), default=1.0)
     boards: list[Content] = []
     for law in reading.laws:
-        boards += [_law_heading(law), tables.leaderboard(law, reading.choice, colours, fastest)]
+        boards += [_law_heading(law), tables.leaderboard(law, reading.choice, colours, slowest, fastest)]
     return _section("leaderboard", "Leaderboard", about, *boards)
 
 
@@ -139,11 +144,7 @@ def _positions(reading: Reading, colours: Colours) -> Element:
     k = plots.longest_draft(_standings(reading))
     about = f"How far into a block of {k} drafts stay right; at the left, all text with its interval."
     panels = [
-        _panel(
-            law.label,
-            partial(plots.position_plot, law, colours, k),
-            tables.position_numbers(law, colours, k),
-        )
+        _panel(law.label, partial(plots.position_plot, law, colours, k), tables.position_numbers(law, colours, k))
         for law in reading.laws
         if k
     ]
@@ -172,27 +173,28 @@ def _domains(reading: Reading, colours: Colours) -> Element:
     scores = (score for drafter in _standings(reading) for score in drafter.domains.values())
     shares = [score.expected_acceptance.value for score in scores if score.expected_acceptance.is_measured]
     if not shares:
-        return _section("domains", "By domain", NOT_MEASURED.capitalize() + ".")
+        return _section("domains", "By domain", "")
     low, high = min(shares), max(shares)
-    about = f"Darker is more accepted, from {percent(low)} to {percent(high)}; easiest domain first, intervals below."
+    about = f"Stronger colour is more accepted, from {percent(low)} to {percent(high)}; easiest domain first."
     maps = [tables.heat_map(law, colours, low, high) for law in reading.laws]
-    return _section("domains", "By domain", about, element("div", *maps, class_="maps"))
+    return _section("domains", "By domain", about, *_beside(maps))
 
 
 def _training(reading: Reading, colours: Colours) -> Element:
     if not reading.curves:
-        return _section("training", "Training", "Nothing was trained for this report.")
+        return _section("training", "Training", "", _plainly("Nothing was trained for this report."))
     own = plots.colours_of(reading.curves, colours)
-    about = "The time at the end of a line is what that training took. Losses compare only where the loss is the same."
+    about = "Losses compare only between drafters trained on the same loss."
     panels = [
-        _panel(metric, partial(plots.training_plot, reading.curves, metric, own)) for metric in ("acceptance", "loss")
+        _panel(metric.capitalize(), partial(plots.training_plot, reading.curves, metric, own))
+        for metric in ("acceptance", "loss")
     ]
-    return _section("training", "Training", about, *_grid(panels))
+    return _section("training", "Training", about, *_grid(panels), tables.training_ends(reading.curves, own))
 
 
 def _audits(reading: Reading, colours: Colours) -> Element:
-    about = "Literal speculative decoding of a few prompts must agree with replay within its interval."
-    return _section("audit", "Audit", about, *(tables.audits(law, colours) for law in reading.laws))
+    about = "A few prompts, decoded literally, must need the target calls that replay expects for the same text."
+    return _section("audit", "Audit", about, *_beside([tables.audits(law, colours) for law in reading.laws]))
 
 
 def _losers(reading: Reading, colours: Colours) -> Element:
@@ -205,7 +207,8 @@ def _losers(reading: Reading, colours: Colours) -> Element:
 
 def _method(reading: Reading) -> Element:
     facts: list[Content] = []
-    for what, value in (("Machine", reading.machine), ("Target", reading.target)):
+    target = ", ".join(filter(None, (reading.target, reading.target_facts)))
+    for what, value in (("Machine", reading.machine), ("Target", target)):
         facts += [element("dt", what), element("dd", element("bdi", value or NOT_MEASURED))]
     for law in reading.laws:
         facts += [element("dt", f"Text at {law.label}"), element("dd", _amount(law))]
@@ -224,13 +227,17 @@ def _section(name: str, title: str, about: str, *content: Content) -> Element:
     if about:
         extend(section, element("p", about, class_="about"))
     extend(section, *content)
-    if not content and name not in ("domains", "training"):
+    if not content:
         extend(section, _plainly(NOT_MEASURED.capitalize() + "."))
     return section
 
 
 def _grid(panels: Sequence[Element]) -> list[Content]:
     return [element("div", *panels, class_="panels")] if panels else []
+
+
+def _beside(boxes: Sequence[Element]) -> list[Content]:
+    return [element("div", *boxes, class_="beside")] if boxes else []
 
 
 def _panel(title: str, draw: Callable[[plots.Paper], Element], numbers: Element | None = None) -> Element:
@@ -241,7 +248,11 @@ def _panel(title: str, draw: Callable[[plots.Paper], Element], numbers: Element 
 
 
 def _law_heading(law: LawStandings) -> Element:
-    return element("h3", law.label, element("small", " greedy" if law.is_greedy else " sampled"))
+    return element("h3", *_law_name(law))
+
+
+def _law_name(law: LawStandings) -> tuple[Content, ...]:
+    return law.label, element("small", " greedy" if law.is_greedy else " sampled")
 
 
 def _plainly(sentence: str) -> Element:

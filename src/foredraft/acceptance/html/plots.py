@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html.charts import Axis, Frame, Line, draw_lines, frame, label_points, ticks, whisker
-from foredraft.acceptance.html.markup import element, extend
+from foredraft.acceptance.html.markup import Number, element, extend
 from foredraft.acceptance.reading import CurvePoint, LawStandings, Standing
-from foredraft.acceptance.wording import Figure, duration, number, percent, quantity, shortened
+from foredraft.acceptance.wording import Figure, cost, number, percent, shortened
 
 NUM_COLOURS = 8
 ONE_TOKEN = 1.0  # what plain decoding emits a call
@@ -18,14 +18,14 @@ ONE_TOKEN = 1.0  # what plain decoding emits a call
 class Paper:
     """Room for one plot, in pixels; `right` of it is kept for names."""
 
-    width: float
-    height: float
-    right: float
+    width: int
+    height: int
+    right: int
     letters: int
 
 
 WIDE = Paper(560, 350, 158, 24)
-NARROW = Paper(326, 290, 100, 14)
+NARROW = Paper(326, 290, 100, 18)
 
 
 def colours_of(names: Iterable[str], taken: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -54,7 +54,7 @@ def position_plot(law: LawStandings, colours: Mapping[str, int], k: int, paper: 
     """Return acceptance of draft tokens 1..k, and the mean over the text with its interval at the left."""
     lines = [
         Line(
-            drafter.name, drafter.name, colours[drafter.name],
+            drafter.name, colours[drafter.name],
             tuple(_measured(enumerate(drafter.score.acceptance_by_position.get(k, ()), start=1))),
         )
         for drafter in law.drafters
@@ -81,7 +81,7 @@ def tokens_plot(law: LawStandings, colours: Mapping[str, int], highest: float, p
     """Return tokens per target call against k; the best k is marked."""
     lines = [
         Line(
-            drafter.name, drafter.name, colours[drafter.name],
+            drafter.name, colours[drafter.name],
             tuple(_measured(sorted(drafter.score.mean_tokens_per_call.items()))), float(drafter.best_k),
         )
         for drafter in law.drafters
@@ -108,12 +108,11 @@ def cost_plot(law: LawStandings, colours: Mapping[str, int], costliest: float, p
     for drafter in reversed(law.drafters):
         figure, colour = drafter.score.expected_acceptance, colours[drafter.name]
         if figure.is_measured and math.isfinite(drafter.cost_ratio):
-            title = (
-                f"{drafter.name}: {percent(figure.value)} accepted at {number(drafter.cost_ratio, 3)} of a target step"
-            )
+            title = f"{drafter.name}: {percent(figure.value)} accepted at {cost(drafter.cost_ratio)} of a target step"
             extend(plot.svg, whisker(plot, plot.x(drafter.cost_ratio), figure, colour, title))
             spots.append((plot.x(drafter.cost_ratio), plot.y(figure.value), drafter.name, colour))
-    taken: list[tuple[float, ...]] = [(x - 5, y - 5, x + 5, y + 5) for x, y, _, colour in spots if colour]
+    taken: list[tuple[Number, ...]] = [(x - 5, y - 8, x + 5, y + 8) for x, y, _, colour in spots if colour]
+    taken.append((plot.x.end - 104, plot.y.start - 36, plot.x.end, plot.y.start))
     named = [(x, y, shortened(name, paper.letters), colour) for x, y, name, colour in reversed(spots) if colour]
     label_points(plot, named, taken)
     return plot.svg
@@ -124,10 +123,7 @@ def training_plot(
 ) -> Element:
     """Return one metric of training, `acceptance` or `loss`, against the positions trained on."""
     is_share = metric == "acceptance"
-    lines = [
-        Line(name, f"{name}, {duration(curve[-1].seconds)}", colours[name], tuple(_measured(_samples(curve, is_share))))
-        for name, curve in curves.items()
-    ]
+    lines = [Line(name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()]
     points = [point for line in lines for point in line.points]
     furthest = max((x for x, _ in points), default=1.0)
     values = [figure.value for _, figure in points] or [0.0, 1.0]
@@ -136,8 +132,9 @@ def training_plot(
     if is_share:
         low, high = max(low, 0.0), min(high, 1.0)
     text = percent if is_share else (lambda value: f"{value:g}")
-    x = Axis("positions trained on, repeats included", ticks(0, furthest, 3, quantity), 0, furthest)
-    y = Axis("acceptance in training" if is_share else "loss", ticks(low, high, 4, text), low, high)
+    thousands = ticks(0, furthest, 4, lambda value: f"{value / 1000:g}")
+    x = Axis("thousand positions trained on", thousands, 0, furthest)
+    y = Axis("mean acceptance estimate" if is_share else "training loss", ticks(low, high, 4, text), low, high)
     plot = frame(x, y, paper.width, paper.height, paper.right, f"Training: {metric}")
     draw_lines(plot, lines, percent if is_share else number)
     return plot.svg
@@ -160,7 +157,7 @@ def _samples(curve: Sequence[CurvePoint], is_share: bool) -> Iterable[tuple[floa
     return ((point.positions, Figure(point.acceptance if is_share else point.loss)) for point in curve)
 
 
-def _measured(points: Iterable[tuple[float, Figure]]) -> Iterable[tuple[float, Figure]]:
+def _measured(points: Iterable[tuple[Number, Figure]]) -> Iterable[tuple[float, Figure]]:
     return ((float(x), figure) for x, figure in points if figure.is_measured and math.isfinite(x))
 
 

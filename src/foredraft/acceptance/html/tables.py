@@ -6,10 +6,11 @@ from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html.charts import Scale, strip, ticks
 from foredraft.acceptance.html.markup import Content, element, extend
-from foredraft.acceptance.reading import Choice, LawStandings, PairedDifference, Reading, Standing
+from foredraft.acceptance.reading import Choice, CurvePoint, LawStandings, PairedDifference, Reading, Standing
 from foredraft.acceptance.wording import (
     NOT_MEASURED,
     Figure,
+    cost,
     duration,
     interval,
     number,
@@ -47,12 +48,14 @@ def drafter_name(name: str, colour: int, kind: str = "", chosen: bool = False) -
     return label
 
 
-def leaderboard(law: LawStandings, choice: Choice, colours: Mapping[str, int], fastest: float) -> Element:
-    """Return the drafters under one law, best predicted speedup first; `fastest` ends the common scale."""
-    scale = Scale(min(0.5, PLAIN), max(fastest, 1.5), 6, 134)
+def leaderboard(
+    law: LawStandings, choice: Choice, colours: Mapping[str, int], slowest: float, fastest: float
+) -> Element:
+    """Return the drafters under one law, best predicted speedup first, on a common scale of speedups."""
+    scale = Scale(min(slowest, PLAIN), max(fastest, 1.2), 8, 156)
     headers = (
-        "drafter", element("span", "predicted speedup", _strip_axis(scale), class_="with-axis"), "",
-        "best k", "tokens per call", "expected acceptance", "cost ratio", "measured speedup", "parameters", "size",
+        "drafter", "predicted speedup", _strip_axis(scale), "best k", "tokens per call", "expected acceptance",
+        "cost ratio", "measured speedup", "parameters", "size",
     )  # fmt: skip
     rows = []
     for drafter in law.drafters:
@@ -61,12 +64,12 @@ def leaderboard(law: LawStandings, choice: Choice, colours: Mapping[str, int], f
         rows.append(
             (
                 drafter_name(drafter.name, colours[drafter.name], drafter.kind, chosen),
-                element("td", strip(predicted, scale, PLAIN, _in_words(drafter)), class_="plot"),
                 _with_interval(times(predicted.value), interval(predicted)),
+                element("td", strip(predicted, scale, PLAIN, _in_words(drafter)), class_="plot"),
                 str(drafter.best_k) if drafter.best_k else _missing(),
                 _with_interval(number(drafter.tokens_at_best.value), interval(drafter.tokens_at_best)),
                 _share(drafter.score.expected_acceptance),
-                _or_missing(number(drafter.cost_ratio, 3)),
+                _or_missing(cost(drafter.cost_ratio)),
                 _measured_speedup(drafter),
                 _or_missing(quantity(drafter.parameters)),
                 _or_missing(size(drafter.num_bytes)),
@@ -96,7 +99,8 @@ def tokens_numbers(law: LawStandings, colours: Mapping[str, int]) -> Element:
         for k in lengths:
             tokens = drafter.score.mean_tokens_per_call.get(k, Figure())
             cell = _with_interval(number(tokens.value), interval(tokens))
-            extend(cell, element("small", times(drafter.predicted_speedup.get(k, math.nan))))
+            if k in drafter.predicted_speedup:
+                extend(cell, element("small", times(drafter.predicted_speedup[k])))
             if k == drafter.best_k:
                 cell.set("class", cell.get("class", "") + " best")
             cells.append(cell)
@@ -119,33 +123,57 @@ def heat_map(law: LawStandings, colours: Mapping[str, int], low: float, high: fl
                 cell.set("style", f"--heat: {100 * (figure.value - low) / max(high - low, 1e-9):.0f}")
             cells.append(cell)
         rows.append((drafter_name(drafter.name, colours[drafter.name]), *cells))
-    headers = ["drafter"]
+    headers: list[Content] = ["drafter"]
     for domain in domains:
         prompts = max(drafter.domains[domain].prompts for drafter in law.drafters if domain in drafter.domains)
-        headers.append(f"{domain} ({prompts})" if prompts else domain)
-    return table(f"Expected acceptance by domain at {law.label} (number of prompts)", headers, rows, "figures heat")
+        count = element("small", f"n = {prompts}" if prompts else "")
+        headers.append(element("span", element("bdi", domain), count))
+    return table(f"Expected acceptance by domain at {law.label}, n prompts", headers, rows, "figures heat")
+
+
+def training_ends(curves: Mapping[str, Sequence[CurvePoint]], colours: Mapping[str, int]) -> Element:
+    """Return where each training ended and what it took."""
+    rows = []
+    for name, curve in curves.items():
+        end = curve[-1]
+        rate = end.positions / end.seconds if end.seconds else math.nan
+        texts = (
+            quantity(end.positions),
+            duration(end.seconds),
+            number(rate, 0),
+            number(end.loss),
+            percent(end.acceptance),
+        )
+        rows.append((drafter_name(name, colours[name]), *map(_or_missing, texts)))
+    headers = ("drafter", "positions", "time", "positions/s", "last loss", "last acceptance")
+    return table("Where training ended", headers, rows, "figures")
 
 
 def audits(law: LawStandings, colours: Mapping[str, int]) -> Element:
     """Return replay beside literal decoding, one row for each drafter and k that was decoded."""
+    headers = ["drafter", "k", "replay, all", "replay, same text", "literal", "prompts"]
+    headers += ["text unchanged", "verdict"] if law.is_greedy else ["verdict"]
     rows: list[Sequence[Content]] = []
     for drafter in law.drafters:
-        name = drafter_name(drafter.name, colours[drafter.name])
-        if not drafter.audit.prompts:
-            rows.append((name, _missing(), _missing(), _missing(), _missing(), _missing()))
-        for k, literal in sorted(drafter.audit.mean_tokens_per_call.items()):
-            replayed = drafter.score.mean_tokens_per_call.get(k, Figure())
-            agrees = drafter.audit.agrees
-            rows.append(
-                (
-                    drafter_name(drafter.name, colours[drafter.name]), str(k),
-                    _with_interval(number(replayed.value), interval(replayed)), number(literal),
-                    str(drafter.audit.prompts),
-                    element("span", "✓ agrees" if agrees else "✗ differs", class_="yes" if agrees else "no"),
-                )
-            )  # fmt: skip
-    headers = ("drafter", "k", "replay, all prompts", "literal decoding", "prompts decoded", "verdict")
-    return table(f"Tokens per call: replay and literal decoding at {law.label}", headers, rows, "figures")
+        audit = drafter.audit
+        if not audit.prompts:
+            name = drafter_name(drafter.name, colours[drafter.name])
+            rows.append((name, *(_missing() for _ in headers[1:])))
+        for k, literal in sorted(audit.mean_tokens_per_call.items()):
+            everywhere = drafter.tokens_at(k)
+            row: list[Content] = [
+                drafter_name(drafter.name, colours[drafter.name]),
+                str(k),
+                _with_interval(number(everywhere.value), interval(everywhere)),
+                _or_missing(number(audit.replayed.get(k, math.nan))),
+                _or_missing(number(literal)),
+                str(audit.prompts),
+            ]
+            if law.is_greedy:
+                row.append(_missing() if audit.same_text < 0 else f"{audit.same_text} of {audit.prompts}")
+            verdict = "✓ agrees" if audit.agrees else "✗ differs"
+            rows.append((*row, element("span", verdict, class_="yes" if audit.agrees else "no")))
+    return table(f"Tokens per call: replay and literal decoding at {law.label}", headers, rows, "figures audit")
 
 
 def paired_differences(paired: Sequence[PairedDifference], colours: Mapping[str, int]) -> Element:
@@ -232,8 +260,9 @@ def _in_words(drafter: Standing) -> str:
 
 
 def _strip_axis(scale: Scale) -> Element:
-    svg = element("svg", class_="strip", viewBox="0 0 140 14", width=140, height=14, aria_hidden="true")
-    for value, text in ticks(PLAIN, scale.high, 3, lambda value: f"{value:g}x"):
+    svg = element("svg", class_="strip", width=162, height=14, viewBox="0 0 162 14", role="img")
+    svg.set("aria-label", "predicted speedup as a dot")
+    for value, text in ticks(PLAIN, scale.high, 2, lambda value: f"{value:g}x"):
         extend(svg, element("text", text, x=scale(value), y=11, class_="tick middle"))
     return svg
 

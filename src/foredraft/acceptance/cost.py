@@ -1,0 +1,171 @@
+"""What a draft and a target step cost here, and the speedup that follows from it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from foredraft.core.errors import UserError
+from foredraft.core.law import SamplingLaw, law_probs
+from foredraft.core.progress import SILENT, Progress
+from foredraft.core.proposal import Proposal
+from foredraft.core.protocols import Drafter
+from foredraft.core.speedup import break_even_acceptance
+from foredraft.decoding.rules import verify_chain
+from foredraft.decoding.speculative import TargetSession, uniforms
+
+_WARM_UP_ROUNDS = 2
+
+
+@runtime_checkable
+class TimedTarget(Protocol):
+    """A target that can be timed: it opens sessions and knows its width."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def session(self) -> TargetSession: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A repeated timing: median and quartiles, in seconds."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(timings: Sequence[float]) -> "Seconds":
+        low, median, high = np.quantile(timings, [0.25, 0.5, 0.75]).tolist()
+        return Seconds(median, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Timings at batch size 1, all interleaved in one run on one machine.
+
+    Attributes:
+        target: Entry n - 1: one target step over n tokens. It includes processing n laws and drawing the next
+            token, so that entry 0 is one step of plain decoding and no overhead is left to add.
+        blocks: For each drafter, the draft lengths timed and the time of a whole proposal of that length.
+    """
+
+    target: tuple[Seconds, ...]
+    blocks: Mapping[str, Mapping[int, Seconds]]
+
+    def draft_seconds(self, name: str, k: int) -> float:
+        """Return the time of proposing k tokens, on the line through the lengths that were timed."""
+        lengths = sorted(self.blocks[name])
+        return float(np.interp(k, lengths, [self.blocks[name][length].median for length in lengths]))
+
+    def cost_ratio(self, name: str) -> float:
+        """Return rho: time of one draft token, at the longest length timed / time of one target step of one token."""
+        longest = max(self.blocks[name])
+        return self.draft_seconds(name, longest) / longest / self.target[0].median
+
+    def predicted_speedup(self, name: str, k: int, mean_tokens_per_call: float, guess_share: float = 1.0) -> float:
+        """Return the predicted wall-clock speedup over plain decoding (MATHS section 6, overhead in T_target).
+
+        Args:
+            guess_share: Share of the blocks that offer a draft token; the others verify nothing and cost the
+                target one plain step.
+        """
+        verify = guess_share * self.target[k].median + (1.0 - guess_share) * self.target[0].median
+        return mean_tokens_per_call * self.target[0].median / (self.draft_seconds(name, k) + verify)
+
+    def break_even(self, name: str, k: int) -> float:
+        """Return the acceptance, the same for every token, from which on k draft tokens pay; 1 where none does."""
+        block = (self.draft_seconds(name, k) + self.target[k].median) / self.target[0].median
+        return break_even_acceptance(k, block)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": [[step.median, step.low, step.high] for step in self.target],
+            "blocks": {
+                name: {str(k): [block.median, block.low, block.high] for k, block in blocks.items()}
+                for name, blocks in self.blocks.items()
+            },
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Costs":
+        return Costs(
+            tuple(Seconds(*step) for step in data["target"]),
+            {name: {int(k): Seconds(*block) for k, block in blocks.items()} for name, blocks in data["blocks"].items()},
+        )
+
+
+def measure_costs(
+    target: TimedTarget,
+    drafters: Mapping[str, Drafter],
+    text: Int[Tensor, " tokens"],
+    law: SamplingLaw,
+    ks: Sequence[int],
+    repeats: int,
+    progress: Progress = SILENT,
+) -> Costs:
+    """Time target steps of 1 .. max(ks) + 1 tokens and proposals of the shortest and longest of `ks`.
+
+    Everything is timed once a round, in rounds, so that a slow moment of the machine meets all alike; the
+    first rounds only warm up. Contexts grow by two tokens a round as they do while decoding.
+
+    Args:
+        text: Tokens that the target could meet; the second half is what contexts grow by.
+        law: The target's law; drafters draw from their own.
+
+    Raises:
+        UserError: the text is too short for so many rounds.
+    """
+    rounds = repeats + _WARM_UP_ROUNDS
+    start = len(text) - 2 * rounds - max(ks) - 1
+    if start < 1:
+        raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + max(ks) + 2} tokens, not {len(text)}.")
+    clocks = _target_clocks(target, law, max(ks) + 1) | _draft_clocks(drafters, sorted({min(ks), max(ks)}))
+    timings: dict[Any, list[float]] = {name: [] for name in clocks}
+    with progress.task(f"timing {law}", float(rounds), "rounds") as task:
+        for number in range(rounds):
+            for name, run in clocks.items():
+                began = time.perf_counter()
+                run(text, start + 2 * number)
+                timings[name].append(time.perf_counter() - began)
+            task.advance()
+    measured = {name: Seconds.of(values[_WARM_UP_ROUNDS:]) for name, values in timings.items()}
+    blocks: dict[str, dict[int, Seconds]] = {name: {} for name in drafters}
+    for key, seconds in measured.items():
+        if isinstance(key, tuple):
+            blocks[key[0]][key[1]] = seconds
+    return Costs(tuple(measured[width] for width in range(1, max(ks) + 2)), blocks)
+
+
+def _target_clocks(target: TimedTarget, law: SamplingLaw, widest: int) -> dict[Any, Callable[[Tensor, int], None]]:
+    session, uniform = target.session(), uniforms(torch.Generator().manual_seed(0))
+
+    def step(width: int) -> Callable[[Tensor, int], None]:
+        def run(text: Tensor, position: int) -> None:
+            guess = Proposal.certain(text[position : position + width - 1], target.vocab_size)
+            logits = session.logits(text[: position + width - 1], width)
+            verify_chain(law_probs(logits, law), guess, uniform)
+
+        return run
+
+    return {width: step(width) for width in range(1, widest + 1)}
+
+
+def _draft_clocks(drafters: Mapping[str, Drafter], lengths: Sequence[int]) -> dict[Any, Callable[[Tensor, int], None]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def block(drafter: Drafter, k: int) -> Callable[[Tensor, int], None]:
+        # Each length has a cache of its own, which grows by two tokens a round.
+        own = drafter.bind(drafter.law)
+        return lambda text, position: _ignored(own.propose(text[:position], k, generator))
+
+    return {(name, k): block(drafter, k) for name, drafter in drafters.items() for k in lengths}
+
+
+def _ignored(proposal: Proposal) -> None: ...

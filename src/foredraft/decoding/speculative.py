@@ -1,0 +1,284 @@
+"""Literal speculative decoding of one prompt with chains or trees of draft tokens; plain decoding is its case k = 0."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from foredraft.core.errors import CapabilityError, NonFiniteError, PromptError, UserError
+from foredraft.core.law import SamplingLaw, law_probs
+from foredraft.core.proposal import Proposal
+from foredraft.core.protocols import BlockOutcome, Drafter, Observer
+from foredraft.decoding.length import FixedLength, LengthPolicy
+from foredraft.decoding.rules import Rule, Uniform, check_proposal, verify_chain
+from foredraft.decoding.trees import TreeVerdict, verify_tree
+
+_CONTEXT_TOKENS = 4  # decoders look a little to the left
+
+
+@runtime_checkable
+class TargetSession(Protocol):
+    """A target with a cache that follows the token list it is shown."""
+
+    def logits(self, token_ids: Int[Tensor, " tokens"], last: int) -> Float[Tensor, "last vocab"]:
+        """Return the logits at the last `last` positions; cuts its cache to the common prefix first."""
+
+
+@runtime_checkable
+class TreeSession(TargetSession, Protocol):
+    """A target session that reads trees."""
+
+    def tree_logits(
+        self, token_ids: Int[Tensor, " tokens"], nodes: Int[Tensor, " nodes"], parents: tuple[int, ...]
+    ) -> Float[Tensor, "positions vocab"]:
+        """Return the logits after the text (row 0) and after each node of a tree behind it (row i + 1)."""
+
+    def keep(self, path: tuple[int, ...]) -> None:
+        """Make one path of the tree read last part of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When an answer ends.
+
+    Attributes:
+        max_new_tokens: Longest answer, in tokens.
+        stop_ids: Tokens after which it ends; the stop token is part of it.
+        max_context: Tokens of prompt and answer together that the target can read.
+        stop_strings: Texts after which it ends; the token that completes one is part of it.
+        text_of: Decodes tokens, for stop_strings.
+    """
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    max_context: int = 1 << 30
+    stop_strings: tuple[str, ...] = ()
+    text_of: Callable[[list[int]], str] = str
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be 1 or more, not {self.max_new_tokens}.")
+
+    def room(self, prompt_tokens: int) -> int:
+        """Return how many tokens may follow a prompt.
+
+        Raises:
+            PromptError: none may.
+        """
+        if not 0 < prompt_tokens < self.max_context:
+            raise PromptError(
+                f"A prompt of {prompt_tokens} tokens cannot be answered: the target reads 1 to {self.max_context}"
+                f" tokens of prompt and answer together."
+            )
+        return min(self.max_new_tokens, self.max_context - prompt_tokens)
+
+    def kept(self, answer: list[int], emitted: list[int], room: int) -> tuple[int, bool]:
+        """Return how many of a block's tokens belong to the answer, and whether it ends with them."""
+        for index, token_id in enumerate(emitted[:room]):
+            if token_id in self.stop_ids or self._completes([*answer, *emitted[: index + 1]]):
+                return index + 1, True
+        return min(len(emitted), room), False
+
+    def _completes(self, answer: list[int]) -> bool:
+        if not self.stop_strings:
+            return False
+        # Each token adds at least one byte, so that a stop string spans at most this many tokens.
+        longest = max(len(text.encode()) for text in self.stop_strings)
+        text = self.text_of(answer[-longest - _CONTEXT_TOKENS :])
+        return any(stop in text for stop in self.stop_strings)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCount:
+    """One target call: draft tokens offered, tested, accepted, and tokens that joined the answer.
+
+    What lies behind the answer's end is not counted, so that the counts mean what replay's mean.
+    """
+
+    drafted: int
+    examined: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An answer and what it took to write it."""
+
+    token_ids: Int[Tensor, " tokens"]
+    blocks: tuple[BlockCount, ...]
+    seconds: float
+    finish_reason: str
+
+    @property
+    def target_calls(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def drafted(self) -> int:
+        return sum(block.drafted for block in self.blocks)
+
+    @property
+    def accepted(self) -> int:
+        return sum(block.accepted for block in self.blocks)
+
+    @property
+    def mean_tokens_per_call(self) -> float:
+        """Tokens emitted / target calls, bonus tokens included."""
+        return len(self.token_ids) / len(self.blocks)
+
+
+def decode(
+    session: TargetSession,
+    drafter: Drafter,
+    prompt_ids: Int[Tensor, " tokens"],
+    law: SamplingLaw,
+    k: int | LengthPolicy,
+    limits: Limits,
+    generator: torch.Generator,
+    rule: Rule = verify_chain,
+) -> Decoded:
+    """Answer one prompt under the target's law, with up to k draft tokens before each target call.
+
+    The drafter draws from its own law; its cache and the session's are cut back to the kept tokens.
+
+    Args:
+        k: Draft tokens of a block (levels of a tree), or what chooses them from block to block.
+        rule: Tests chains; trees have theirs.
+
+    Raises:
+        DrafterError: the drafter broke its contract.
+        NonFiniteError: the target gave NaN or infinite logits.
+        CapabilityError: the drafter grows trees, and the session does not read them.
+    """
+    length = FixedLength(k) if isinstance(k, int) else k
+    propose = partial(_propose, drafter, length, generator)
+    observe = partial(_observe, length, drafter.observe if isinstance(drafter, Observer) else _ignore)
+    return _decode(session, propose, observe, prompt_ids, law, limits, uniforms(generator), rule)
+
+
+def plain_decode(
+    session: TargetSession,
+    prompt_ids: Int[Tensor, " tokens"],
+    law: SamplingLaw,
+    limits: Limits,
+    generator: torch.Generator,
+) -> Decoded:
+    """Answer one prompt without drafting, in the same engine as `decode`."""
+    return _decode(session, _no_guess, _unobserved, prompt_ids, law, limits, uniforms(generator), verify_chain)
+
+
+def uniforms(generator: torch.Generator) -> Uniform:
+    """Return a source of fresh uniforms in [0, 1)."""
+    return partial(_uniform, generator)
+
+
+def _decode(
+    session: TargetSession,
+    propose: Callable[[Int[Tensor, " tokens"], int], Proposal],
+    observe: Callable[[BlockOutcome, BlockCount], None],
+    prompt_ids: Int[Tensor, " tokens"],
+    law: SamplingLaw,
+    limits: Limits,
+    uniform: Uniform,
+    rule: Rule,
+) -> Decoded:
+    start = time.perf_counter()
+    context, room, blocks = prompt_ids, limits.room(len(prompt_ids)), []
+    answer: list[int] = []
+    stopped = False
+    while len(answer) < room and not stopped:
+        left = room - len(answer)
+        proposal = propose(context, left)
+        verdict = _verified(session, context, proposal, left, law, uniform, rule)
+        path = list(verdict.path)
+        emitted = [*proposal.token_ids[path].tolist(), verdict.next_token]
+        count, stopped = limits.kept(answer, emitted, left)
+        emitted = emitted[:count]
+        answer += emitted
+        block = BlockCount(len(proposal), min(verdict.examined, count), min(len(path), count), count)
+        blocks.append(block)
+        observe(BlockOutcome(proposal, tuple(emitted), block.accepted), block)
+        context = torch.cat([context, torch.tensor(emitted).to(context)])
+    seconds = time.perf_counter() - start
+    return Decoded(context[len(prompt_ids) :], tuple(blocks), seconds, "stop" if stopped else "length")
+
+
+def _verified(
+    session: TargetSession,
+    context: Int[Tensor, " tokens"],
+    proposal: Proposal,
+    room: int,
+    law: SamplingLaw,
+    uniform: Uniform,
+    rule: Rule,
+) -> TreeVerdict:
+    """Return the verdict on one block, after one target call."""
+    nodes = proposal.token_ids.to(context)
+    if proposal.is_chain:
+        logits = session.logits(torch.cat([context, nodes]), len(proposal) + 1)
+        check_logits(logits, len(context))
+        check_proposal(proposal, room, logits.shape[-1])
+        verdict = rule(law_probs(logits, law), proposal, uniform)
+        accepted = verdict.num_accepted
+        return TreeVerdict(tuple(range(accepted)), verdict.next_token, min(len(proposal), accepted + 1))
+    if not isinstance(session, TreeSession):
+        raise CapabilityError(f"{type(session).__name__} reads no trees: use chains, or a target loaded by foredraft.")
+    logits = session.tree_logits(context, nodes, proposal.parents)
+    check_logits(logits, len(context))
+    check_proposal(proposal, len(proposal), logits.shape[-1])
+    walked = verify_tree(law_probs(logits, law), proposal, uniform)
+    session.keep(walked.path)
+    return walked
+
+
+def check_logits(logits: Float[Tensor, "positions vocab"], first: int) -> None:
+    """Refuse logits that are NaN or infinitely large; -inf marks tokens that cannot come.
+
+    Args:
+        logits: Of consecutive positions.
+        first: Index in the text of the token that the first row is about.
+
+    Raises:
+        NonFiniteError: names the first such position.
+    """
+    bad = ~torch.isfinite(logits.amax(-1))
+    if bool(bad.any()):
+        position = first + int(torch.nonzero(bad)[0])
+        raise NonFiniteError(
+            f"The target gave NaN or infinite logits for token {position} of the text. "
+            f"Load it in float32, or check its weights."
+        )
+
+
+def _uniform(generator: torch.Generator) -> float:
+    return float(torch.rand((), generator=generator, dtype=torch.float64, device=generator.device))
+
+
+def _propose(
+    drafter: Drafter, length: LengthPolicy, generator: torch.Generator, context: Int[Tensor, " tokens"], room: int
+) -> Proposal:
+    k = min(length.next_length(), room)
+    return drafter.propose(context, k, generator) if k else Proposal.empty(drafter.vocab_size)
+
+
+def _observe(
+    length: LengthPolicy, observe: Callable[[BlockOutcome], None], outcome: BlockOutcome, block: BlockCount
+) -> None:
+    length.observe(block.examined, block.accepted)
+    observe(outcome)
+
+
+def _no_guess(context: Int[Tensor, " tokens"], room: int) -> Proposal:
+    return Proposal.empty(0)
+
+
+def _ignore(outcome: BlockOutcome) -> None: ...
+
+
+def _unobserved(outcome: BlockOutcome, block: BlockCount) -> None: ...
