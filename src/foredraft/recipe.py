@@ -66,7 +66,7 @@ class PromptSource(Settings):
     dataset: str = Field("", description="A `datasets` id or folder, instead of file.")
     split: str = Field("train", description="Split of the dataset.")
     domains: list[str] = Field([], description="Keep only these domains; empty keeps all.")
-    train: int = Field(0, ge=0, description="Prompts whose answers drafts may learn from.")
+    train: int = Field(0, ge=0, description="Prompts whose answers teach drafts. Both 0: all, a fifth for eval.")
     eval: int = Field(0, ge=0, description="Prompts that only score. Never overlaps train.")
 
     @model_validator(mode="after")
