@@ -81,6 +81,13 @@ def test_help_imports_no_torch() -> None:
     assert all(verb in shown.stdout for verb in VERBS)
 
 
+def test_the_command_reference_is_current(tmp_path: Path) -> None:
+    words = ("foredraft.cli", "utils", "docs", "--name", "foredraft", "--output", str(tmp_path / "commands.md"))
+    subprocess.run([sys.executable, "-m", "typer", *words], check=True, capture_output=True)
+    committed = Path(__file__).parents[1] / "docs" / "commands.md"
+    assert committed.read_text() == (tmp_path / "commands.md").read_text(), "run make docs"
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_shows_an_example_and_offers_json(verb: str) -> None:
     shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"}).output

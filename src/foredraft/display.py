@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Task as RichTask
 from rich.text import Text
 
@@ -32,7 +40,7 @@ class TerminalProgress:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self._console) as bars:
-            yield _Bar(bars, bars.add_task(what, total=total, completed=done, unit=unit, note=""))
+            yield _Bar(bars, bars.add_task(what, total=total, completed=int(done), unit=unit, note=""))
 
 
 class LineProgress:
@@ -55,7 +63,7 @@ def progress_for(console: Console) -> TerminalProgress | LineProgress:
 
 
 class _Bar:
-    def __init__(self, bars: Progress, task_id: int) -> None:
+    def __init__(self, bars: Progress, task_id: TaskID) -> None:
         self._bars, self._id = bars, task_id
 
     def advance(self, amount: int | float = 1) -> None:

@@ -18,6 +18,7 @@ from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Prefixed, Progress
+from foredraft.core.protocols import Drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
@@ -27,6 +28,7 @@ from foredraft.trace.split import Split, split_sources
 from foredraft.trace.store import Trace, open_trace
 from foredraft.workspace import Workspace
 
+DEFAULT_EVALUATION = EvaluateSettings()
 _DEFAULT_POOL = "recipes/default.yaml"
 
 
@@ -82,8 +84,8 @@ def evaluate_drafters(
     target: LocalTarget,
     specs: Sequence[str],
     text: Sequence[Trace] | TraceSettings,
-    settings: EvaluateSettings,
-    out: Path,
+    out: Path | str,
+    settings: EvaluateSettings = DEFAULT_EVALUATION,
     progress: Progress = SILENT,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -91,11 +93,11 @@ def evaluate_drafters(
 
     Leaves report.json and report.html in `out`, and the traces if it collected them.
     """
-    workspace = Workspace.open(out)
+    workspace = Workspace.open(Path(out))
     contenders = {}
     for name, spec in _named(specs).items():
         drafter = verbs.load_drafter(spec, target, trust_remote_code)
-        contenders[name] = Contender(_spec_key(spec), lambda drafter=drafter: drafter)
+        contenders[name] = Contender(_spec_key(spec), partial(_itself, drafter))
     if isinstance(text, TraceSettings):
         prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
@@ -261,6 +263,10 @@ def _collected(
         lambda out: out.exists() and open_trace(out).info.complete,
     )
     return open_trace(path)
+
+
+def _itself(drafter: Drafter) -> Drafter:
+    return drafter
 
 
 def _to_score(settings: TraceSettings) -> Sequence[Prompt]:

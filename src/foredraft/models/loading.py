@@ -99,20 +99,7 @@ def load_model(path: Path, dtype: str = "auto", trust_remote_code: bool = False)
         ModelError: the folder is no causal language model, or its weights are not in safetensors.
     """
     _refuse_other_folders(path)
-    if has_int8_body(path):
-        return _checked(path, lambda: (load_int8(path, resolve_dtype(dtype)), _NOTHING_MISSING))
-    return _checked(
-        path,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=resolve_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        ),
-    )
+    return _checked(path, lambda: _read_folder(path, resolve_dtype(dtype), trust_remote_code))
 
 
 def max_context(model: PreTrainedModel) -> int:
@@ -229,6 +216,20 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     load = partial(model_class.from_pretrained, None, config=config, state_dict=state_dict, dtype=resolve_dtype(dtype))
     return _checked(path, lambda: load(ignore_mismatched_sizes=True, output_loading_info=True)), tokenizer
+
+
+def _read_folder(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    if has_int8_body(path):
+        return load_int8(path, dtype), _NOTHING_MISSING
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
 
 
 def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, Any]]]) -> PreTrainedModel:

@@ -46,6 +46,7 @@ class Session:
     @torch.no_grad()
     def append(self, token_ids: Int[Tensor, " new"]) -> Float[Tensor, "new rows"]:
         """Read more tokens behind the text read so far; return the logits after each of them."""
+        self._cache.crop(len(self._read))
         return self.head.logits(self._feed(token_ids))
 
     @torch.no_grad()
@@ -61,6 +62,7 @@ class Session:
         """
         known = min(_common_prefix(self._read.to(token_ids.device), token_ids), len(token_ids) - 1)
         self._cache.crop(known)
+        self._read = token_ids[:known]
         mask, depths = _tree_mask(len(token_ids) - known, known, parents)
         new = torch.cat([token_ids[known:], nodes])
         positions = torch.cat([torch.arange(known, len(token_ids)), len(token_ids) + depths])
