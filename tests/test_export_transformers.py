@@ -156,7 +156,7 @@ def test_every_tensor_is_there_once(exported: Path, draft_folder: Path) -> None:
 
 
 def test_an_int8_draft_leaves_as_integers_and_assists(draft_folder: Path, target: LocalTarget, tmp_path: Path) -> None:
-    draft = quantize_int8(load_draft(draft_folder, "float32"))
+    draft = quantize_int8(load_draft(draft_folder, "float32"), 16)
     save_draft(draft, tmp_path / "draft", manifest_for(target), target.tokenizer)
     export_transformers(tmp_path / "draft", target, 2, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")

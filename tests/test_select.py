@@ -81,8 +81,8 @@ def test_the_nearest_miss_is_stated_and_fits_as_it_says() -> None:
     selection = choose(pool, SelectSettings(memory_fraction=0.05), TARGET_BYTES)
     assert selection.drafter == NO_SPECULATION
     assert selection.sentence == (
-        "Decode without speculation: no candidate fits into 50.0 MB (5\N{NO-BREAK SPACE}% of the target). "
-        "The nearest is near, 30.0 MB too large: with memory_fraction 0.08 it fits, predicted 1.30x at 1 draft token."
+        "Decode without speculation: no candidate fits into 50.0 MB (5\N{NO-BREAK SPACE}% of the target). The "
+        "nearest is near, 30.0 MB too large: with memory_fraction 0.08 it fits, predicted 1.30x at 1 draft token."
     )
     assert choose(pool, SelectSettings(memory_fraction=0.08), TARGET_BYTES).drafter == "near"
 

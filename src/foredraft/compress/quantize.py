@@ -14,7 +14,7 @@ _LARGEST = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def quantize_int8(draft: Draft, activation_bits: ActivationBits = 16) -> Draft:
+def quantize_int8(draft: Draft, activation_bits: ActivationBits) -> Draft:
     """Return the draft with every linear layer of its body in 8 bits; embeddings and head stay as they are.
 
     The draft given is left as it was; its embeddings and head are shared with it, tied if they were.
@@ -48,11 +48,8 @@ def quantize_int8(draft: Draft, activation_bits: ActivationBits = 16) -> Draft:
 def round_rows(weight: Float[Tensor, "out in"]) -> tuple[Int8[Tensor, "out in"], BFloat16[Tensor, "out 1"]]:
     """Return the nearest integers in [-127, 127] and the scale of each row, such that weight is near their product.
 
-    A scale is the least bfloat16 number that the largest entry of its row fits under, so that every
-    runtime multiplies by the same number, whatever it computes in. No entry is off by more than half of it.
+    A scale is a bfloat16 number, so that every runtime multiplies by the same one, whatever it computes
+    in. No entry is off by more than half of it.
     """
-    exact = (weight.abs().amax(-1, keepdim=True).double() / _LARGEST).clamp_min(_SMALLEST)
-    nearest = exact.bfloat16()
-    above = (nearest.view(torch.int16) + 1).view(torch.bfloat16)
-    scale = torch.where(nearest.double() < exact, above, nearest)
+    scale = (weight.abs().amax(-1, keepdim=True).double() / _LARGEST).clamp_min(_SMALLEST).bfloat16()
     return (weight.float() / scale.float()).round().to(torch.int8), scale
