@@ -26,7 +26,7 @@ check: $(VENV)/installed-test  ## format, lint, types, layers
 	$(BIN)/lint-imports
 
 docs: $(VENV)/installed-test  ## the command reference in docs/, generated from the code
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m typer foredraft.cli utils docs --name foredraft --output docs/commands.md
 
 clean:
 	rm -rf $(VENV)

@@ -1,11 +1,12 @@
 """Shared fixtures: tiny models on disk, made once a session."""
 
 import os
+from pathlib import Path
 
+# Processes that tests start find the package, installed or not.
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 from tests.tiny import save_tiny
 
 torch.set_num_threads(1)
+# `auto` means float32 here, whatever the processor computes in: exactness is demanded of float32 only.
+torch.cpu._is_avx512_bf16_supported = lambda: False
+torch.cpu._is_amx_tile_supported = lambda: False
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ def test_figures_that_are_no_probabilities_are_refused(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace", PLAIN, answers=2)
     with pytest.raises(NonFiniteError, match="draft gave NaN for token 0 of the answer to prompt '00'"):
         score("draft", Broken(TABLE, figure=float("nan")), trace, [1])
-    with pytest.raises(DrafterError, match="gave 1.5, which is no probability"):
+    with pytest.raises(DrafterError, match=r"gave 1\.5, which is no probability"):
         score("draft", Broken(TABLE, figure=1.5), trace, [1])
 
 

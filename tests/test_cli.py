@@ -17,6 +17,13 @@ VERBS = [
     "run", "collect", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
     "report", "generate",
 ]  # fmt: skip
+RECIPE = """
+target: {{model: {target}}}
+trace: {{prompts: [{{file: {prompts}}}]}}
+candidates:
+  a: [{{ngram: {{kind: prompt-lookup}}}}]
+  b: [{{init: {{layers: first-2}}}}, {{distill: {{tokens: 100}}}}]
+"""
 HELP_WITHOUT_TORCH = """
 import sys
 from foredraft.cli import app
@@ -44,6 +51,7 @@ def places(
     (root / "full" / "thesis.txt").write_text("precious")
     (root / "empty.jsonl").write_text("")
     (root / "long.jsonl").write_text(json.dumps({"id": "long", "prompt": "word " * 400}) + "\n")
+    (root / "recipe.yaml").write_text(RECIPE.format(target=tiny_target_folder, prompts=root / "prompts.jsonl"))
     rows = [{"id": f"p{index}", "prompt": f"{WORDS[index]} {WORDS[-index - 1]} {index}"} for index in range(6)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
@@ -55,13 +63,13 @@ def places(
         "NO-PROMPTS": str(root / "empty.jsonl"),
         "LONG": str(root / "long.jsonl"),
         "PROMPTS": str(root / "prompts.jsonl"),
-        "OUT": str(root / "out"),
+        "RECIPE": str(root / "recipe.yaml"),
     }
 
 
 @pytest.fixture
 def trace(monkeypatch: pytest.MonkeyPatch, places: dict[str, str]) -> str:
-    folder = Path(places["OUT"]).with_name("trace")
+    folder = Path(places["FULL"]).with_name("trace")
     words = ("--target", places["TARGET"], "--prompts", places["PROMPTS"], "--max-new-tokens", 8, "--out", folder)
     assert foredraft(monkeypatch, "collect", *words) == 0
     return str(folder)
@@ -71,6 +79,13 @@ def test_help_imports_no_torch() -> None:
     shown = subprocess.run([sys.executable, "-c", HELP_WITHOUT_TORCH], capture_output=True, text=True)
     assert shown.stdout.strip().endswith("False"), shown.stderr
     assert all(verb in shown.stdout for verb in VERBS)
+
+
+def test_the_command_reference_is_current(tmp_path: Path) -> None:
+    words = ("foredraft.cli", "utils", "docs", "--name", "foredraft", "--output", str(tmp_path / "commands.md"))
+    subprocess.run([sys.executable, "-m", "typer", *words], check=True, capture_output=True)
+    committed = Path(__file__).parents[1] / "docs" / "commands.md"
+    assert committed.read_text() == (tmp_path / "commands.md").read_text(), "run make docs"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -87,6 +102,12 @@ def test_every_verb_shows_an_example_and_offers_json(verb: str) -> None:
         ("run missing.yaml", "There is no recipe missing.yaml"),
         ("run", "Name a recipe, or give --target and --prompts"),
         ("run --target TARGET --prompts missing.jsonl --out OUT", "missing.jsonl"),
+        ("run RECIPE --set candidates.a.0.ngram.kind=prompt-lokup --out OUT", "Did you mean 'prompt-lookup'?"),
+        ("run RECIPE --set candidates.b.0.init.layers=first-9 --out OUT", "the target has 4"),
+        ("run RECIPE --set candidates.b.1.distill.finish=lk --out OUT", "Unknown loss 'lk'"),
+        ("run RECIPE --set export=[vlm] --out OUT", "Unknown runtime to export for 'vlm'"),
+        ("run RECIPE --set trace.prompts.0.eval=2 --out OUT", "Candidate b learns from answers"),
+        ("run RECIPE --set trace.prompts.0.train=50 --out OUT", "prompts"),
         ("collect --target no/such/folder --prompts shipped --out OUT", "There is no folder no/such/folder"),
         ("collect --target EMPTY --prompts shipped --out OUT", "is no model folder"),
         ("collect --target TARGET --prompts NO-PROMPTS --out OUT", "holds no prompts"),
@@ -98,12 +119,12 @@ def test_every_verb_shows_an_example_and_offers_json(verb: str) -> None:
         ("evaluate-acceptance --target TARGET --drafter OTHER --prompts PROMPTS --out OUT", "token 3 is"),
         ("evaluate-acceptance --target TARGET --drafter prompt-lookup --out OUT", "Give --prompts, or --trace"),
         ("distill --target TARGET --trace EMPTY --out OUT", "is no trace"),
-        ("distill --target TARGET --trace TRACE --layers first-9 --out OUT", "4 layers"),
+        ("distill --target TARGET --trace TRACE --layers first-9 --out OUT", "the target has 4"),
         ("distill --target TARGET --trace TRACE --set tokens=none --out OUT", "tokens: "),
         ("prune DRAFT --target TARGET --trace TRACE --out OUT", "layer"),
-        ("quantize EMPTY --target TARGET --out OUT", "is no draft"),
+        ("quantize EMPTY --target TARGET --out OUT", "is no model folder"),
         ("build-ngram --kind ngrm --target TARGET --trace TRACE --out OUT", "Did you mean 'ngram'?"),
-        ("export DRAFT --target TARGET --runtime vlm --out OUT", "Unknown exporter 'vlm'"),
+        ("export DRAFT --target TARGET --runtime vlm --out OUT", "Unknown runtime to export for 'vlm'"),
         ("report EMPTY", "is no report"),
     ],
 )
@@ -112,18 +133,19 @@ def test_bad_input_is_one_or_two_lines_and_status_2(
     capsys: pytest.CaptureFixture[str],
     places: dict[str, str],
     trace: str,
+    tmp_path: Path,
     words: str,
     message: str,
 ) -> None:
     capsys.readouterr()
-    known = {**places, "TRACE": trace}
+    known = {**places, "TRACE": trace, "OUT": str(tmp_path / "out")}
     assert foredraft(monkeypatch, *[known.get(word, word) for word in words.split()]) == 2
     shown = capsys.readouterr().err
     error = shown[shown.index("error:") :]
     assert message in error
     assert len(error.strip().splitlines()) <= 2
     assert "Traceback" not in shown
-    assert not Path(places["OUT"]).exists()
+    assert not _results(tmp_path / "out")
 
 
 def test_json_errors_are_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +179,11 @@ def test_the_verbs_work_alone_on_files_the_user_names(
         capsys.readouterr()
         assert foredraft(monkeypatch, *words) == 0, words
         assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def _results(out: Path) -> list[Path]:
+    """What a refused command left in its output folder, the claim on it aside."""
+    return [file for file in out.rglob("*") if file.is_file() and file.name != "foredraft-run.json"]
 
 
 def _draft_of_another_tokenizer(folder: Path) -> Path:

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from foredraft.acceptance.replay import as_arrays, replay_counts
 from foredraft.core.law import GREEDY, SamplingLaw
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Answer, Drafter
 from foredraft.decoding import cascade, speculative
 from foredraft.decoding.cascade import Cascade
 from foredraft.decoding.length import Fallback, FixedLength, LengthPolicy, MarginalLength, WindowLength
@@ -149,7 +150,10 @@ def test_greedy_trees_equal_plain_decoding_and_their_replay() -> None:
     plain = plain_decode(session, prompt, GREEDY, Limits(20), torch.Generator())
     literal = decode(session, drafter, prompt, GREEDY, 3, Limits(20), torch.Generator())
     assert literal.token_ids.tolist() == plain.token_ids.tolist()
-    assert literal.target_calls < 20
+    answer = Answer(torch.cat([prompt, literal.token_ids]), len(prompt))
+    replayed = replay_counts(*as_arrays(*drafter.replay([answer], 3)), [3])
+    assert replayed.calls[0] == literal.target_calls < 20
+    assert replayed.accepted.sum() == literal.accepted
 
 
 def test_stop_strings_end_an_answer_with_the_token_that_completes_them() -> None:

@@ -1,82 +1,27 @@
-"""What a training step reads: every text sees what it would see alone, and the law is the trace's."""
+"""What a training step reads: the law is the trace's, and every answer comes before any comes again."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from foredraft.core.errors import ModelError, TraceError
+from foredraft.core.errors import TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.distill.data import (
     Example,
     event_law,
     num_positions,
-    pack,
     plan_steps,
     read_groups,
     rows_of_tokens,
 )
 from foredraft.distill.losses import UNSAYABLE
-from foredraft.distill.packed import run_body
 from foredraft.models.head import NO_IDS
 from tests.distilling import written_trace
 from tests.tiny import tiny_model
 from tests.traces import build_trace, trace_row
 
 ALL = rows_of_tokens(NO_IDS, 272)
-
-
-def _groups(texts: list[list[tuple[list[int], list[int]]]]) -> list[tuple[Example, ...]]:
-    return [
-        tuple(Example(trace_row(f"{g}-{r}", *text, prompt_id=str(g)), 1.0) for r, text in enumerate(group))
-        for g, group in enumerate(texts)
-    ]
-
-
-SHARED = _groups(
-    [
-        # One prompt, two answers with a common beginning, and a second turn behind the first answer.
-        [([9, 8, 7], [20, 21, 22]), ([9, 8, 7], [20, 31, 32, 33]), ([9, 8, 7, 20, 21, 22, 5, 6], [40, 41])],
-        [([100], [50, 51])],
-        [([9, 8, 7, 3], [60])],
-    ]
-)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_packed_text_sees_exactly_what_it_would_see_alone(family: str) -> None:
-    model = tiny_model(family=family)
-    packed = pack(SHARED, ALL)
-    with torch.no_grad():
-        hidden = run_body(model, packed, model.get_input_embeddings()(packed.token_ids[None])).last_hidden_state[0]
-    alone = []
-    for example in (example for group in SHARED for example in group):
-        answer = example.row.answer()
-        with torch.no_grad():
-            states = model.base_model(answer.token_ids[None]).last_hidden_state[0]
-        alone.append(states[answer.start - 1 : -1])
-    torch.testing.assert_close(hidden[packed.read], torch.cat(alone), rtol=1e-4, atol=1e-5)
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_common_beginnings_are_run_once() -> None:
-    packed = pack(SHARED[:1], ALL)
-    # 3 prompt tokens, 20 21 22 and 5 6 40 of the two turns, 31 32 of the other answer; last tokens predict nothing.
-    assert sorted(packed.token_ids.tolist()) == sorted([9, 8, 7, 20, 21, 22, 5, 6, 40, 31, 32])
-    assert len(packed.read) == num_positions(SHARED[0]) == 9
-
-
-def test_a_window_shorter_than_a_text_is_refused() -> None:
-    model = tiny_model(family="qwen2")
-    for layer in model.model.layers:
-        layer.self_attn.sliding_window = 4
-    packed = pack(SHARED, ALL)
-    with (
-        packed_attention(model),
-        pytest.raises(ModelError, match="tokens is longer than the model's attention window, 4"),
-    ):
-        run_body(model, packed, model.get_input_embeddings()(packed.token_ids[None]))
 
 
 def test_the_stored_law_comes_back_with_its_tail(tmp_path: Path) -> None:
@@ -118,17 +63,8 @@ def test_tokens_cut_from_the_head_are_unsayable() -> None:
     assert law.rows.gather(1, law.emitted[:, None]).tolist() == [[0], [UNSAYABLE]]
 
 
-def test_laws_of_different_width_stand_in_one_pack() -> None:
-    narrow, wide = trace_row("a", [1], [20, 21], top=2), trace_row("b", [1], [22], top=6)
-    packed = pack([(Example(narrow, 1.0), Example(wide, 0.5))], ALL)
-    assert packed.law.rows.shape == (3, 6)
-    assert packed.law.probs[:2, 2:6].abs().sum() == 0.0
-    assert packed.law.probs[0, -1] == pytest.approx(float(narrow.tail_mass[0]))
-    assert packed.temperatures.tolist() == [1.0, 1.0, 0.5]
-
-
 def test_steps_go_through_all_groups_before_any_comes_again() -> None:
-    groups = _groups([[([1], [20] * size)] for size in (3, 5, 2, 7, 4, 6, 1, 8)])
+    groups = [(Example(trace_row("a", [1], [20] * size), 1.0),) for size in (3, 5, 2, 7, 4, 6, 1, 8)]
     total = sum(map(num_positions, groups))
     steps = plan_steps(groups, tokens=3 * total, batch_tokens=10, seed=0)
     order = [index for step in steps for index in step]
@@ -148,17 +84,9 @@ def test_answers_to_one_prompt_are_grouped_over_all_traces(tmp_path: Path) -> No
     ]
     groups = read_groups(traces)
     assert [len(group) for group in groups] == [2, 2, 2]
-    packed = pack(groups, ALL)
-    assert len(packed.token_ids) < sum(len(example.row.answer().token_ids) - 1 for group in groups for example in group)
+    assert [[example.row.id for example in group] for group in groups[:1]] == [["greedy-0", "sampled-0"]]
 
 
 def test_a_trace_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="There is no answer to learn from in"):
         read_groups([build_trace(tmp_path / "trace", [])])
-
-
-def test_a_draft_is_taught_the_temperature_of_the_law(tmp_path: Path) -> None:
-    trace = written_trace(tmp_path / "trace", tiny_model(), 2, SamplingLaw(0.7))
-    packed = pack(read_groups([trace]), ALL)
-    assert packed.temperatures.tolist() == pytest.approx([0.7] * len(packed.read))
-    assert math.isclose(float(packed.law.probs.sum()), len(packed.read), rel_tol=1e-2)

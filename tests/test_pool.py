@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import WORDS
 
 RECIPE = """
-target: {{model: {target}}}
+target: {{model: {target}, dtype: float32}}
 trace:
-  prompts: [{{file: {prompts}, train: 16, eval: 8}}]
+  prompts: [{{file: {prompts}, train: 40, eval: 12}}]
   max_new_tokens: 24
   batch_size: 8
 candidates:
@@ -25,7 +28,7 @@ candidates:
   untrained: [{{init: {{layers: first-3, vocab: 128}}}}]
   prefix:
     - from: untrained
-    - distill: {{tokens: 6000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
+    - distill: {{tokens: 12000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
   matched:
     - from: untrained
     - distill: {{tokens: 3000, batch_tokens: 256, layer_matching: 0.1}}
@@ -37,20 +40,18 @@ select: {{memory_fraction: 2.0, runtime: transformers}}
 """
 
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def foredraft(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "foredraft.cli", *map(str, words)],
         capture_output=True,
         text=True,
-        env=_environment(),
+        env=ONE_THREAD,
         **options,
     )
-
-
-def _environment() -> dict[str, str]:
-    source = Path(__file__).parents[1] / "src"
-    return {**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
     words = random.Random(0)
     rows = [
         {"id": f"p{index}", "domain": ("left", "right")[index % 2], "prompt": " ".join(words.choices(WORDS, k=6))}
-        for index in range(24)
+        for index in range(60)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "recipe.yaml"
@@ -102,9 +103,12 @@ def test_the_report_keeps_its_contract(finished: tuple[Path, dict]) -> None:
 
 def test_distillation_beats_its_initialisation_paired(finished: tuple[Path, dict]) -> None:
     _, report = finished
-    gains = [pair for pair in report["paired"] if (pair["better"], pair["worse"]) == ("prefix", "untrained")]
-    assert len(gains) == 2
-    assert all(gain["interval"][0] > 0 for gain in gains)
+    for name in ("prefix", "matched"):
+        gains = {
+            pair["law"]: pair for pair in report["paired"] if {pair["better"], pair["worse"]} == {name, "untrained"}
+        }
+        assert {gain["better"] for gain in gains.values()} == {name}
+        assert gains["T=1"]["interval"][0] > 0
 
 
 def test_the_winner_has_a_reason_and_so_has_every_loser(finished: tuple[Path, dict]) -> None:
@@ -146,7 +150,7 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
     for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-m", "foredraft.cli", "run", str(recipe), "--out", str(out)],
-            env=_environment(),
+            env=ONE_THREAD,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -156,10 +160,43 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
     ended = foredraft("run", recipe, "--out", out, "--json")
     assert ended.returncode == 0, ended.stderr
     assert _without_seconds(json.loads(ended.stdout)) == _without_seconds(report)
-    for part in ("traces", "drafts"):
-        for file in sorted((whole / part).rglob("*")):
-            if file.suffix in (".parquet", ".safetensors"):
-                assert file.read_bytes() == (out / file.relative_to(whole)).read_bytes(), file
+    made = [file for part in ("traces", "drafts") for file in sorted((out / part).rglob("*"))]
+    weights = [file for file in made if file.suffix in (".parquet", ".safetensors")]
+    assert len(weights) > 10
+    for file in weights:
+        assert file.read_bytes() == (whole / file.relative_to(out)).read_bytes(), file
+
+
+def test_the_readme_s_lines_run(finished: tuple[Path, dict], tiny_target_folder: Path, tmp_path: Path) -> None:
+    out, report = finished
+    trace = next((out / "traces").glob("eval-T0-*"))
+    named = {
+        "my-model": str(tiny_target_folder),
+        '"draft"': f'"{next((out / "drafts" / "prefix").glob("distill-*"))}"',
+        '"trace"': f'"{trace}"',
+        '"scores"': f'"{tmp_path / "scores"}"',
+        "runs/quickstart/exports/transformers/NAME": report["exports"]["transformers"],
+    }
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3), "max_new_tokens": 8}
+    for heading in ("## Using the exported draft", "## From Python"):
+        known: dict[str, Any] = {"target": model, "inputs": inputs}
+        exec(_replaced(_code_under(heading), named), known)
+    assert known["report"]["schema"] == 1
+    draft = AutoModelForCausalLM.from_pretrained(report["exports"]["transformers"])
+    assert torch.equal(model.generate(**inputs), model.generate(**inputs, assistant_model=draft))
+
+
+def _code_under(heading: str) -> str:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    section = readme.split(f"{heading}\n", 1)[1].split("\n## ", 1)[0]
+    return "".join(f"{line[4:]}\n" for line in section.splitlines() if line.startswith("    "))
+
+
+def _replaced(text: str, values: dict[str, str]) -> str:
+    for old, new in values.items():
+        text = text.replace(old, new)
+    return text
 
 
 def _state(out: Path) -> dict[Path, tuple[int, int]]:

@@ -35,7 +35,7 @@ def test_the_fastest_that_fits_wins_at_its_best_length() -> None:
     assert (selection.drafter, selection.k) == ("b", 3)
     assert selection.sentence == (
         "b with 3 draft tokens a block is predicted to decode 1.50x as fast as the target alone "
-        "(95 % interval 1.47\N{EN DASH}1.53), in 9 % of its memory."
+        "(95 % interval 1.47\N{EN DASH}1.53), in 9\N{NO-BREAK SPACE}% of its memory."
     )
 
 
@@ -68,7 +68,7 @@ def test_nothing_faster_means_no_speculation() -> None:
     assert selection.reasons == {
         "a": "It is predicted 0.95x at its best length, 2 draft tokens: no faster than the target alone.",
         "b": "It is predicted 1.00x at its best length, 1 draft token: no faster than the target alone.",
-        "c": "It takes 900 MB, and the limit is 500 MB (50 % of the target).",
+        "c": "It takes 900 MB, and the limit is 500 MB (50\N{NO-BREAK SPACE}% of the target).",
     }
 
 
@@ -81,8 +81,8 @@ def test_the_nearest_miss_is_stated_and_fits_as_it_says() -> None:
     selection = choose(pool, SelectSettings(memory_fraction=0.05), TARGET_BYTES)
     assert selection.drafter == NO_SPECULATION
     assert selection.sentence == (
-        "Decode without speculation: no candidate fits into 50.0 MB (5 % of the target). The nearest is near, 30.0 MB "
-        "too large: with memory_fraction 0.08 it fits, predicted 1.30x at 1 draft token."
+        "Decode without speculation: no candidate fits into 50.0 MB (5\N{NO-BREAK SPACE}% of the target). "
+        "The nearest is near, 30.0 MB too large: with memory_fraction 0.08 it fits, predicted 1.30x at 1 draft token."
     )
     assert choose(pool, SelectSettings(memory_fraction=0.08), TARGET_BYTES).drafter == "near"
 
@@ -100,7 +100,7 @@ def test_every_loser_gets_one_reason() -> None:
         "could turn this.",
         "behind": "It is predicted 1.30x at 2 draft tokens, winner 1.50x.",
         "slow": "It is predicted 0.70x at its best length, 1 draft token: no faster than the target alone.",
-        "large": "It takes 700 MB, and the limit is 500 MB (50 % of the target).",
+        "large": "It takes 700 MB, and the limit is 500 MB (50\N{NO-BREAK SPACE}% of the target).",
     }
 
 

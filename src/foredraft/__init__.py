@@ -1,6 +1,6 @@
 """foredraft makes, shrinks, measures and chooses draft models for speculative decoding.
 
-The four functions here do what the command line's verbs do; everything heavy is imported on first use.
+The functions here do what the command line's verbs do; everything heavy is imported on first use.
 """
 
 from importlib import import_module
@@ -13,15 +13,17 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 _PUBLIC = {
-    "load_target": "foredraft.models.target",
-    "load_drafter": "foredraft.verbs",
-    "generate": "foredraft.verbs",
-    "evaluate": "foredraft.pool",
+    "load_target": "foredraft.models.target:load_target",
+    "load_drafter": "foredraft.verbs:load_drafter",
+    "open_trace": "foredraft.trace.store:open_trace",
+    "generate": "foredraft.verbs:generate",
+    "evaluate": "foredraft.pool:evaluate_drafters",
 }
 __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        module, attribute = _PUBLIC[name].split(":")
+        return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'foredraft' has no attribute {name!r}")

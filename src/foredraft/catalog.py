@@ -15,16 +15,23 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     # Model-free drafters that need nothing built: factory(vocab_size, **options) -> Drafter.
     "drafters": {
         "prompt-lookup": "foredraft.ngram.prompt_lookup:PromptLookup",
+        "suffix-automaton": "foredraft.ngram.suffix:context_drafter",
     },
     # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, manifest, out, progress)
     # -> DraftManifest.
     "builders": {
         "ngram": "foredraft.ngram.table:build_ngram_table",
+        "ngram-law": "foredraft.ngram.law:build_ngram_law",
+        "lookup-table": "foredraft.ngram.lookup_table:build_lookup_table",
+        "suffix": "foredraft.ngram.suffix:build_suffix",
     },
     # What reads a draft checkpoint of each kind: load(path, dtype) -> Drafter.
     "loaders": {
         "causal-lm": "foredraft.models.causal_lm:load_causal_lm_drafter",
         "ngram": "foredraft.ngram.table:load_ngram_table",
+        "ngram-law": "foredraft.ngram.law:load_ngram_law",
+        "lookup-table": "foredraft.ngram.lookup_table:load_lookup_table",
+        "suffix": "foredraft.ngram.suffix:load_suffix",
     },
     "losses": {
         "forward_kl": "foredraft.distill.losses:forward_kl",
@@ -36,6 +43,13 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
     },
+}
+_SINGULAR = {
+    "drafters": "drafter",
+    "builders": "drafter kind",
+    "loaders": "draft kind",
+    "losses": "loss",
+    "exporters": "runtime to export for",
 }
 
 
@@ -56,7 +70,7 @@ def resolve(group: str, name: str) -> Any:
     for entry in entry_points(group=f"foredraft.{group}"):
         if entry.name == name:
             return entry.load()
-    raise UnknownNameError(unknown_name_message(group.removesuffix("s"), name, names(group)))
+    raise UnknownNameError(unknown_name_message(_SINGULAR[group], name, names(group)))
 
 
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:

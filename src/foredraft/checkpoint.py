@@ -110,8 +110,11 @@ def verify_draft(path: Path) -> DraftManifest:
 
 
 def record_measurement(path: Path, measured: Mapping[str, Any]) -> None:
-    """Store measured acceptance and cost in a draft's manifest; its digest stays."""
-    manifest = replace(read_manifest(path), measured=measured)
+    """Store measured acceptance and cost in a draft's manifest, unless they stand there already; its digest stays."""
+    found = read_manifest(path)
+    if found.measured == measured:
+        return
+    manifest = replace(found, measured=measured)
     write_json(path / MANIFEST, {"schema": SCHEMA, **asdict(manifest)})
 
 

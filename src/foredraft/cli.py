@@ -28,7 +28,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-_stdout, _stderr = Console(), Console(stderr=True)
+# Tables keep their columns where stdout is a file or a pipe.
+_stdout, _stderr = Console(width=None if sys.stdout.isatty() else 100), Console(stderr=True)
 
 TargetName = Annotated[str, typer.Option("--target", help="The target: folder, .gguf file or hub id.")]
 Out = Annotated[Path, typer.Option(help="Folder to write; one that holds something else is left alone.")]
@@ -275,7 +276,7 @@ def evaluate_acceptance(
     settings = settings_from(EvaluateSettings, overrides)
     loaded = _target(target, dtype, trust_remote_code)
     report = evaluate_drafters(
-        loaded, drafters, _traces(traces) or collecting, settings, out, _progress(), trust_remote_code
+        loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
     )
     _show_report(report, out, as_json)
 
@@ -442,7 +443,7 @@ def _print(figures: dict[str, Any], shown: RenderableType, as_json: bool) -> Non
     if as_json:
         sys.stdout.write(json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n")
     else:
-        _stdout.print(shown, highlight=False, markup=False, soft_wrap=True)
+        _stdout.print(shown, highlight=False, markup=False, soft_wrap=isinstance(shown, str))
 
 
 def _escaped(text: str) -> str:

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Task as RichTask
 from rich.text import Text
 
@@ -21,7 +29,7 @@ class TerminalProgress:
         self._console = console
 
     @contextmanager
-    def task(self, what: str, total: float, unit: str, done: float = 0.0) -> Iterator[Task]:
+    def task(self, what: str, total: int | float, unit: str, done: int | float = 0) -> Iterator[Task]:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -32,7 +40,7 @@ class TerminalProgress:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self._console) as bars:
-            yield _Bar(bars, bars.add_task(what, total=total, completed=done, unit=unit, note=""))
+            yield _Bar(bars, bars.add_task(what, total=total, completed=int(done), unit=unit, note=""))
 
 
 class LineProgress:
@@ -42,7 +50,7 @@ class LineProgress:
         self._console = console
 
     @contextmanager
-    def task(self, what: str, total: float, unit: str, done: float = 0.0) -> Iterator[Task]:
+    def task(self, what: str, total: int | float, unit: str, done: int | float = 0) -> Iterator[Task]:
         task = _Lines(self._console, what, total, unit, done)
         task.show()
         yield task
@@ -55,10 +63,10 @@ def progress_for(console: Console) -> TerminalProgress | LineProgress:
 
 
 class _Bar:
-    def __init__(self, bars: Progress, task_id: int) -> None:
+    def __init__(self, bars: Progress, task_id: TaskID) -> None:
         self._bars, self._id = bars, task_id
 
-    def advance(self, amount: float = 1.0) -> None:
+    def advance(self, amount: int | float = 1) -> None:
         self._bars.advance(self._id, amount)
 
     def note(self, text: str) -> None:
@@ -66,14 +74,14 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, console: Console, what: str, total: float, unit: str, done: float) -> None:
+    def __init__(self, console: Console, what: str, total: int | float, unit: str, done: int | float) -> None:
         self._console, self._what, self._total, self._unit = console, what, total, unit
         self._first = self._done = done
         self._note = ""
         self._started = time.monotonic()
         self._next = self._started + _SECONDS_BETWEEN_LINES
 
-    def advance(self, amount: float = 1.0) -> None:
+    def advance(self, amount: int | float = 1) -> None:
         self._done += amount
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _SECONDS_BETWEEN_LINES

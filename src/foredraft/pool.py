@@ -11,20 +11,24 @@ import yaml
 
 from foredraft import verbs
 from foredraft.acceptance.html import render
+from foredraft.catalog import resolve
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
 from foredraft.core.digest import digest_of
+from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
-from foredraft.core.progress import SILENT, Progress
+from foredraft.core.progress import SILENT, Prefixed, Progress
+from foredraft.core.protocols import Drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
 from foredraft.trace.collect import collect
-from foredraft.trace.prompts import Prompt, prompts_digest
-from foredraft.trace.split import split_sources
+from foredraft.trace.prompts import Prompt, prompts_digest, read_prompts
+from foredraft.trace.split import Split, split_sources
 from foredraft.trace.store import Trace, open_trace
 from foredraft.workspace import Workspace
 
+DEFAULT_EVALUATION = EvaluateSettings()
 _DEFAULT_POOL = "recipes/default.yaml"
 
 
@@ -57,8 +61,14 @@ def run_recipe(
         UserError: the recipe asks for something that cannot be done, or `out` holds something else.
     """
     workspace = Workspace.open(out)
+    prompts = split_sources(recipe.trace.prompts, recipe.trace.seed)
     target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code)
-    return _Run(recipe, workspace, target, progress, trust_remote_code).finish()
+    for steps in recipe.candidates.values():
+        for step in steps:
+            verbs.refuse_impossible(step, target)
+    for runtime in recipe.export:
+        resolve("exporters", runtime)
+    return _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
 
 
 def default_recipe(target: str, prompts: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -74,8 +84,8 @@ def evaluate_drafters(
     target: LocalTarget,
     specs: Sequence[str],
     text: Sequence[Trace] | TraceSettings,
-    settings: EvaluateSettings,
-    out: Path,
+    out: Path | str,
+    settings: EvaluateSettings = DEFAULT_EVALUATION,
     progress: Progress = SILENT,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -83,14 +93,14 @@ def evaluate_drafters(
 
     Leaves report.json and report.html in `out`, and the traces if it collected them.
     """
-    workspace = Workspace.open(out)
+    workspace = Workspace.open(Path(out))
+    contenders = {}
+    for name, spec in _named(specs).items():
+        drafter = verbs.load_drafter(spec, target, trust_remote_code)
+        contenders[name] = Contender(_spec_key(spec), partial(_itself, drafter))
     if isinstance(text, TraceSettings):
-        prompts = split_sources(text.prompts, text.seed).eval
+        prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
-    contenders = {
-        name: Contender(_spec_key(spec), partial(verbs.load_drafter, spec, target, trust_remote_code))
-        for name, spec in _named(specs).items()
-    }
     report = evaluate(target, contenders, text, settings, workspace, progress)
     _publish(workspace, report)
     return report
@@ -109,14 +119,21 @@ class _Run:
         self.progress = progress
         self.trust_remote_code = trust_remote_code
         self._made: dict[str, Made] = {}
+        self._stage_number = 0
 
-    def finish(self) -> dict[str, Any]:
-        split = split_sources(self.recipe.trace.prompts, self.recipe.trace.seed)
-        train, held_out = self._traces("train", split.train), self._traces("eval", split.eval)
+    def finish(self, prompts: Split) -> dict[str, Any]:
+        if not prompts.train and (learner := self._first_learner()):
+            raise UserError(f"Candidate {learner} learns from answers: ask for prompts to train on (train: 100, say).")
+        train, held_out = self._traces("train", prompts.train), self._traces("eval", prompts.eval)
         for name in self.recipe.candidates:
             self._make(name, train)
         report = evaluate(
-            self.target, self._contenders(), held_out, self.recipe.evaluate, self.workspace, self.progress
+            self.target,
+            self._contenders(),
+            held_out,
+            self.recipe.evaluate,
+            self.workspace,
+            self._numbered(""),
         )
         report["selection"] = choose_from(report, self.recipe.select)
         self._record(report)
@@ -129,9 +146,21 @@ class _Run:
     def _traces(self, part: str, prompts: Sequence[Prompt]) -> list[Trace]:
         settings, laws = self.recipe.trace, [law.law() for law in self.recipe.trace.laws]
         return [
-            _collected(self.workspace, self.target, settings, part, prompts, law, self.progress)
+            _collected(self.workspace, self.target, settings, part, prompts, law, self._numbered(f"{part} prompts:"))
             for law in (laws if prompts else [])
         ]
+
+    def _numbered(self, what: str) -> Progress:
+        """Return the progress of the next stage, which says how many there are."""
+        self._stage_number += 1
+        made_here = [
+            step for steps in self.recipe.candidates.values() for step in steps if not verbs.is_reference(step)
+        ]
+        stages = 2 * len(self.recipe.trace.laws) + len(made_here) + 1
+        return Prefixed(self.progress, f"[{self._stage_number}/{stages}] {what}".strip())
+
+    def _first_learner(self) -> str:
+        return next((name for name, steps in self.recipe.candidates.items() if any(map(verbs.learns, steps))), "")
 
     def _make(self, name: str, train: Sequence[Trace]) -> Made:
         if name not in self._made:
@@ -152,22 +181,23 @@ class _Run:
                 spec = verbs.model_free_spec(step.settings)
                 return Made(spec, digest_of(spec))
         inputs = digest_of([self.target.fingerprint, *_keys(train)])
+        progress = self._numbered(f"{name}:")
         if step.verb == "ngram":
             return self._stage(
-                name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, self.progress)
+                name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, progress)
             )
         return self._stage(name, step, inputs, lambda out: verbs.init_draft(self.target, train, step.settings, out))
 
     def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:
-        source, settings = made.folder, step.settings
+        source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
-            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, self.progress),
+            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }
-        learns = _keys(train) if step.verb in ("distill", "prune") else []
-        return self._stage(name, step, digest_of([made.key, *learns]), make[step.verb])
+        learnt = _keys(train) if verbs.learns(step) else []
+        return self._stage(name, step, digest_of([made.key, *learnt]), make[step.verb])
 
     def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:
         key = digest_of([step.verb, step.settings.model_dump(mode="json"), inputs])
@@ -233,6 +263,17 @@ def _collected(
         lambda out: out.exists() and open_trace(out).info.complete,
     )
     return open_trace(path)
+
+
+def _itself(drafter: Drafter) -> Drafter:
+    return drafter
+
+
+def _to_score(settings: TraceSettings) -> Sequence[Prompt]:
+    """Return all prompts, or as many as `eval` asks for, balanced over domains."""
+    if any(source.eval for source in settings.prompts):
+        return split_sources(settings.prompts, settings.seed).eval
+    return [prompt for source in settings.prompts for prompt in read_prompts(source)]
 
 
 def _publish(workspace: Workspace, report: dict[str, Any]) -> None:

@@ -132,18 +132,25 @@ class QuantizeStep(Settings):
 class NgramStep(Settings):
     """A drafter without a model."""
 
-    kind: str = Field(description="prompt-lookup or ngram.")
-    order: int = Field(4, ge=1, le=16, description="ngram: longest context, in tokens.")
-    min_count: int = Field(1, ge=1, description="ngram: contexts seen less often are dropped.")
+    kind: str = Field(description="prompt-lookup, suffix-automaton, ngram, ngram-law, lookup-table or suffix.")
+    order: int = Field(4, ge=1, le=16, description="ngram, ngram-law: longest context, in tokens.")
+    min_count: int = Field(1, ge=1, description="Contexts and keys seen less often are dropped (not suffix).")
+    key: int = Field(8, ge=1, le=64, description="lookup-table: tokens looked up.")
+    continuation: int = Field(16, ge=1, le=256, description="lookup-table: tokens stored for each key.")
+    smoothing: Literal["interpolated", "stupid-backoff"] = Field("interpolated", description="ngram-law.")
     max_match: int = Field(3, ge=1, description="prompt-lookup: longest suffix looked up, in tokens.")
     min_match: int = Field(1, ge=1, description="prompt-lookup: shortest suffix looked up, in tokens.")
-    corpus: Literal["trace"] = Field("trace", description="ngram: what is counted.")
+    depth: int = Field(32, ge=1, le=64, description="suffix: longest match, in tokens.")
+    shard_tokens: int = Field(
+        200_000_000, ge=1, description="suffix: tokens of a file; building takes about 16 bytes of memory for each."
+    )
+    corpus: Literal["trace"] = Field("trace", description="What kinds that are built are built from.")
 
 
 class HeadStep(Settings):
     """Which rows of the head a draft computes."""
 
-    rows: Literal["full", "trimmed"] = "full"
+    rows: Literal["full"] = Field("full", description="full: every row, as runtimes without a map of token ids run it.")
 
 
 class Step(Settings):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,14 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
     figures = over_laws([[_figures(entry) for entry in law["drafters"]] for law in report["laws"]])
     selection = choose(figures, settings, report["target"]["bytes"])
     speedup = selection.predicted_speedup
+    laws = " and ".join(law["label"] for law in report["laws"])
+    averaged = f" (Times of {laws} averaged.)" if len(report["laws"]) > 1 else ""
     return {
         "drafter": "" if selection.drafter == NO_SPECULATION else selection.drafter,
         "k": selection.k,
         "predicted_speedup": speedup.value,
         "interval": [speedup.low, speedup.high] if speedup.has_interval else None,
-        "sentence": selection.sentence,
+        "sentence": selection.sentence + averaged,
         "reasons": dict(selection.reasons),
         "exported": _exportable(figures, selection.drafter),
     }
@@ -147,10 +150,13 @@ class _Evaluation:
             data = self._kept(
                 f"score {name} {trace.info.law}",
                 [self._contenders[name].key, trace.digest, ks],
-                lambda name=name, drafter=drafter: score(name, drafter, trace, ks, self._progress).to_json(),
+                partial(self._scored, name, drafter, trace),
             )
             reports[name] = AcceptanceReport.from_json(data)
         return reports
+
+    def _scored(self, name: str, drafter: Drafter, trace: Trace) -> dict[str, Any]:
+        return score(name, drafter, trace, self._settings.num_draft_tokens, self._progress).to_json()
 
     def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
         settings, law = self._settings, trace.info.law
@@ -193,13 +199,16 @@ class _Evaluation:
 
 
 def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
-    neural = isinstance(drafter, CausalLMDrafter)
+    head_rows, has_int8_body = 0, False
+    if isinstance(drafter, CausalLMDrafter):
+        head_rows = len(drafter.draft.head_token_ids)
+        has_int8_body = bool(getattr(drafter.draft.model.config, "quantization_config", None))
     return DrafterFacts(
         drafter.kind,
         drafter.num_parameters,
         drafter.num_bytes,
-        len(drafter.draft.head_token_ids) if neural else 0,
-        neural and bool(getattr(drafter.draft.model.config, "quantization_config", None)),
+        head_rows,
+        has_int8_body,
         contender.twin,
         contender.parent,
     )

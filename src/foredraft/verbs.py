@@ -27,7 +27,7 @@ from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings
+from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings, Step
 from foredraft.trace.prompts import NO_DOMAIN, Prompt, render
 from foredraft.trace.store import Trace
 
@@ -134,6 +134,40 @@ def generate(
         decoded = decode(target.session(), drafter.bind(law), prompt_ids, law, k, limits, generator)
     text = target.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)
     return Generated(text, len(decoded.token_ids), decoded.target_calls, decoded.seconds)
+
+
+def learns(step: Step) -> bool:
+    """Return whether a step reads what the target wrote."""
+    match step.verb:
+        case "ngram":
+            return needs_building(step.settings.kind)
+        case "init":
+            return step.settings.vocab > 0
+        case "prune":
+            return step.settings.by == "block-influence"
+        case verb:
+            return verb == "distill"
+
+
+def is_reference(step: Step) -> bool:
+    """Return whether a step only names a drafter that is made elsewhere or on the spot."""
+    return step.verb in ("from", "checkpoint") or (step.verb == "ngram" and not needs_building(step.settings.kind))
+
+
+def refuse_impossible(step: Step, target: LocalTarget) -> None:
+    """Raise what a step would raise for its settings alone, before anything is made.
+
+    Raises:
+        UserError: a layer that the target does not have, or a kind or loss that is not known.
+    """
+    match step.verb:
+        case "ngram":
+            needs_building(step.settings.kind)
+        case "init":
+            parse_layers(step.settings.layers, target.model.config.num_hidden_layers)
+        case "distill":
+            for loss in filter(None, (*step.settings.loss, step.settings.finish)):
+                resolve("losses", loss)
 
 
 def needs_building(kind: str) -> bool:

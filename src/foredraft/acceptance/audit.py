@@ -86,7 +86,7 @@ def audit(
     limits = Limits(max_new_tokens, target.stop_ids, target.max_context)
     plain: list[Decoded] = []
     literal: dict[str, list[Decoded]] = {name: [] for name in drafters}
-    with progress.task(f"audit {law}", len(prompts) * (len(drafters) + 1), "answers") as task:
+    with progress.task(f"audit {law}", float(len(prompts) * (len(drafters) + 1)), "answers") as task:
         for number, prompt in enumerate(prompts):
             session, generator = target.session(), torch.Generator().manual_seed(seed + number)
             session.logits(prompt, 1)
@@ -166,7 +166,7 @@ def _speedup(
 ) -> tuple[float, float, float]:
     seconds = np.array([[run.seconds, len(run.token_ids)] for run in (*plain, *literal)]).reshape(2, len(plain), 2)
 
-    def ratio(sums: np.ndarray) -> np.ndarray:
+    def ratio(sums: np.ndarray) -> Any:
         per_token = sums[..., 0] / sums[..., 1]
         return per_token[0] / per_token[1]
 

@@ -128,7 +128,7 @@ def measure_costs(
         raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + max(ks) + 2} tokens, not {len(text)}.")
     clocks = _target_clocks(target, law, max(ks) + 1) | _draft_clocks(drafters, sorted({min(ks), max(ks)}))
     timings: dict[Any, list[float]] = {name: [] for name in clocks}
-    with progress.task(f"timing {law}", rounds, "rounds") as task:
+    with progress.task(f"timing {law}", float(rounds), "rounds") as task:
         for number in range(rounds):
             for name, run in clocks.items():
                 began = time.perf_counter()

@@ -46,12 +46,12 @@ def score_bound(
         )
     if trace.info.num_tokens == 0:
         raise TraceError(f"{trace.path} holds no answers: collect some before scoring.")
-    with progress.task(f"scoring {name} {trace.info.law}", trace.info.num_tokens, "tokens") as task:
+    with progress.task(f"scoring {name} {trace.info.law}", float(trace.info.num_tokens), "tokens") as task:
         answers = []
         for rows in _chunks(trace):
             emitted = drafter.replay([row.answer() for row in rows], max(ks))
             answers += [_counted(name, row, probs, ks) for row, probs in zip(rows, emitted, strict=True)]
-            task.advance(sum(len(row.answer_ids) for row in rows))
+            task.advance(float(sum(len(row.answer_ids) for row in rows)))
     return AcceptanceReport.of(ks, answers)
 
 

@@ -174,10 +174,9 @@ def _notes(scores: LawScores) -> list[str]:
     if not wide:
         return []
     some = next(iter(scores.reports.values()))
-    return [
-        f"{scores.law}: {len(some.prompts)} prompts and {some.tokens} tokens leave an interval wider than "
-        f"+-{_WIDE:.0%} of the acceptance of {', '.join(wide)}. Score more prompts before you rank by small differences."
-    ]
+    text = f"{scores.law}: {len(some.prompts)} prompts and {some.tokens} tokens leave an interval wider than "
+    ranks = "Score more prompts before you rank by small differences."
+    return [f"{text}+-{_WIDE:.0%} of the acceptance of {', '.join(wide)}. {ranks}"]
 
 
 def _processor() -> str:

@@ -51,8 +51,8 @@ def _law_table(law: LawStandings, choice: Choice) -> Table:
         title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
     )  # fmt: skip
     table.add_column("", no_wrap=True)
-    table.add_column("drafter", overflow="fold")
-    table.add_column("kind", no_wrap=True, style="dim")
+    table.add_column("drafter", overflow="fold", min_width=14)
+    table.add_column("kind", overflow="ellipsis", style="dim")
     for heading in ("accepted", "k", "tokens\n/call", "cost\nratio", "predicted\nspeedup", "measured\nspeedup", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for drafter in law.drafters:

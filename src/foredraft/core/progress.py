@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 class Task(Protocol):
     """One piece of work with a known amount."""
 
-    def advance(self, amount: float = 1.0) -> None: ...
+    def advance(self, amount: int | float = 1) -> None: ...
 
     def note(self, text: str) -> None:
         """Show a few figures beside the bar, such as `loss 2.31, 412 positions/s`."""
@@ -19,18 +19,29 @@ class Task(Protocol):
 class Progress(Protocol):
     """Opens bars: `with progress.task("collecting T=0", 12000, "tokens") as task: ...`."""
 
-    def task(self, what: str, total: float, unit: str, done: float = 0.0) -> AbstractContextManager[Task]: ...
+    def task(self, what: str, total: int | float, unit: str, done: int | float = 0) -> AbstractContextManager[Task]: ...
+
+
+class Prefixed:
+    """Bars of another progress whose names begin with `prefix`, such as `[3/14] prefix-4:`."""
+
+    def __init__(self, progress: Progress, prefix: str) -> None:
+        self._progress = progress
+        self._prefix = prefix
+
+    def task(self, what: str, total: int | float, unit: str, done: int | float = 0) -> AbstractContextManager[Task]:
+        return self._progress.task(f"{self._prefix} {what}", total, unit, done)
 
 
 class _SilentTask:
-    def advance(self, amount: float = 1.0) -> None: ...
+    def advance(self, amount: int | float = 1) -> None: ...
 
     def note(self, text: str) -> None: ...
 
 
 class _Silent:
     @contextmanager
-    def task(self, what: str, total: float, unit: str, done: float = 0.0) -> Iterator[Task]:
+    def task(self, what: str, total: int | float, unit: str, done: int | float = 0) -> Iterator[Task]:
         yield _SilentTask()
 
 

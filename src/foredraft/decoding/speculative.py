@@ -232,9 +232,9 @@ def _verified(
     logits = session.tree_logits(context, nodes, proposal.parents)
     check_logits(logits, len(context))
     check_proposal(proposal, len(proposal), logits.shape[-1])
-    verdict = verify_tree(law_probs(logits, law), proposal, uniform)
-    session.keep(verdict.path)
-    return verdict
+    walked = verify_tree(law_probs(logits, law), proposal, uniform)
+    session.keep(walked.path)
+    return walked
 
 
 def check_logits(logits: Float[Tensor, "positions vocab"], first: int) -> None:

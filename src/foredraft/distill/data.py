@@ -1,20 +1,14 @@
-"""What a training step reads: answers from traces, packed so that nothing is computed twice or padded.
-
-Answers to one prompt form a group: the same prompt under several sampling laws, and the turns of one
-conversation. A group becomes one tree of tokens in which texts that begin alike share their beginning,
-so that a prompt is run once for all of its answers; each token attends to its own ancestors only.
-"""
+"""What a training step reads: the answers of traces, in what order, and the target's law at each of their tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from foredraft.core.errors import TraceError
 from foredraft.distill.losses import UNSAYABLE, EventLaw
-from foredraft.models.head import NO_IDS
 from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import Trace
 
@@ -27,47 +21,8 @@ class Example:
     temperature: float
 
 
+# Answers to one prompt: under several laws, and the turns of one conversation.
 Group = tuple[Example, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A run of packed tokens that attend to each other only: [start, end), with an additive mask of 0 and -inf."""
-
-    start: int
-    end: int
-    mask: Float[Tensor, "tokens tokens"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Groups in one row, without padding.
-
-    Attributes:
-        token_ids, position_ids: Of every packed token.
-        blocks: One for each group, in order; together they cover the row.
-        read: Packed tokens whose hidden states guess the answer tokens, position by position.
-        temperatures: Of the stored law at each of those positions.
-        law: The target's law there.
-    """
-
-    token_ids: Int[Tensor, " tokens"]
-    position_ids: Int[Tensor, " tokens"]
-    blocks: tuple[Block, ...]
-    read: Int[Tensor, " positions"]
-    temperatures: Float[Tensor, " positions"]
-    law: EventLaw
-
-    def to(self, device: torch.device) -> "Pack":
-        """Return the pack on another device."""
-        return Pack(
-            self.token_ids.to(device),
-            self.position_ids.to(device),
-            tuple(replace(block, mask=block.mask.to(device)) for block in self.blocks),
-            self.read.to(device),
-            self.temperatures.to(device),
-            self.law.to(device),
-        )
 
 
 def read_groups(traces: Sequence[Trace]) -> list[Group]:
@@ -115,32 +70,6 @@ def num_positions(group: Group) -> int:
     return sum(len(example.row.answer_ids) for example in group)
 
 
-def pack(groups: Sequence[Group], row_of_token: Int[Tensor, " vocab"]) -> Pack:
-    """Lay groups side by side in one row; `row_of_token` gives the head's row of each token, or UNSAYABLE."""
-    token_ids, position_ids, blocks, read, temperatures, laws = [], [], [], [], [], []
-    start = 0
-    for group in groups:
-        tree = _Tree()
-        for example in group:
-            row = example.row
-            path = tree.add(torch.cat([row.prompt_ids, row.answer_ids[:-1]]))
-            read.append(start + path[len(row.prompt_ids) - 1 :])
-            temperatures.append(torch.full((len(row.answer_ids),), example.temperature))
-            laws.append(event_law(row, row_of_token))
-        token_ids.append(tree.token_ids)
-        position_ids.append(tree.position_ids)
-        blocks.append(Block(start, start + len(tree.token_ids), tree.mask()))
-        start = blocks[-1].end
-    return Pack(
-        torch.cat(token_ids),
-        torch.cat(position_ids),
-        tuple(blocks),
-        torch.cat(read),
-        torch.cat(temperatures),
-        _joined(laws),
-    )
-
-
 def event_law(row: TraceRow, row_of_token: Int[Tensor, " vocab"]) -> EventLaw:
     """Return the stored law at each answer token over the rows of a draft's head.
 
@@ -163,52 +92,3 @@ def rows_of_tokens(head_token_ids: Int[Tensor, " kept"], vocab_size: int) -> Int
     rows = torch.full((vocab_size,), UNSAYABLE)
     rows[head_token_ids] = torch.arange(len(head_token_ids))
     return rows
-
-
-class _Tree:
-    """Token sequences that share their common beginnings."""
-
-    def __init__(self) -> None:
-        self.token_ids = NO_IDS
-        self.position_ids = NO_IDS
-        self._paths: list[Tensor] = []
-
-    def add(self, token_ids: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-        """Add one sequence and return the node of each of its tokens."""
-        shared = max((self._shared(path, token_ids) for path in self._paths), key=len, default=NO_IDS)
-        fresh = torch.arange(len(token_ids) - len(shared)) + len(self.token_ids)
-        self.token_ids = torch.cat([self.token_ids, token_ids[len(shared) :]])
-        self.position_ids = torch.cat([self.position_ids, torch.arange(len(shared), len(token_ids))])
-        self._paths.append(torch.cat([shared, fresh]))
-        return self._paths[-1]
-
-    def mask(self) -> Float[Tensor, "nodes nodes"]:
-        """Return 0 where the column is an ancestor of the row or the row itself, -inf elsewhere."""
-        mask = torch.full((len(self.token_ids), len(self.token_ids)), float("-inf"))
-        for path in self._paths:
-            mask[path[:, None], path] = torch.full((len(path), len(path)), float("-inf")).triu(1)
-        return mask
-
-    def _shared(self, path: Int[Tensor, " nodes"], token_ids: Int[Tensor, " tokens"]) -> Int[Tensor, " shared"]:
-        length = min(len(path), len(token_ids))
-        same = (self.token_ids[path[:length]] == token_ids[:length]).int().cumprod(0)
-        return path[: int(same.sum())]
-
-
-def _joined(laws: Sequence[EventLaw]) -> EventLaw:
-    width = max(law.rows.shape[1] for law in laws)
-    wide = [_widened(law, width) for law in laws]
-    return EventLaw(
-        torch.cat([law.rows for law in wide]),
-        torch.cat([law.probs for law in wide]),
-        torch.cat([law.emitted for law in wide]),
-    )
-
-
-def _widened(law: EventLaw, width: int) -> EventLaw:
-    missing = width - law.rows.shape[1]
-    if not missing:
-        return law
-    rows = torch.nn.functional.pad(law.rows, (0, missing), value=UNSAYABLE)
-    probs = torch.cat([law.probs[:, :-1], law.probs.new_zeros(len(law), missing), law.probs[:, -1:]], -1)
-    return replace(law, rows=rows, probs=probs)

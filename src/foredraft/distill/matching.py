@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
-from foredraft.distill.data import Pack
 from foredraft.distill.packed import run_body
+from foredraft.distill.packing import Pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,7 @@ class LayerMatching:
             pack: What the draft read.
         """
         with torch.no_grad():
-            embedded = self.target.get_input_embeddings()(pack.token_ids[None])
-            there = run_body(self.target, pack, embedded, output_hidden_states=True).hidden_states
+            there = run_body(self.target, pack, output_hidden_states=True).hidden_states
         differences = [
             (_normalised(here[0, pack.read]) - _normalised(there[layer][0, pack.read].float())).square().mean(-1)
             for here, layer in zip(states[1:], self.layers, strict=True)

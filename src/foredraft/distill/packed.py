@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +12,46 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from foredraft.core.errors import ModelError
-from foredraft.distill.data import Block, Pack
+from foredraft.distill.packing import Pack, Row
 
 _NAME = "foredraft_packed"
 
 
-def run_body(model: PreTrainedModel, pack: Pack, embedded: Float[Tensor, "1 tokens hidden"], **options: Any) -> Any:
-    """Return the output of the model's body over a pack whose tokens are already embedded.
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One of the two passes over a pack.
+
+    Attributes:
+        row: What is read.
+        stems: For each attention module the keys and values of each group's stem; the first pass fills it.
+    """
+
+    row: Row
+    stems: dict[nn.Module, list[tuple[Tensor, Tensor]]]
+
+
+def run_body(model: PreTrainedModel, pack: Pack, **options: Any) -> Any:
+    """Return the output of the model's body over the branches of a pack; `options` as of its forward.
+
+    The stems are read first, without a gradient, and embeddings never get one.
 
     Raises:
-        ModelError: its attention cannot be replaced, or looks back over a window only.
+        ModelError: the model's attention cannot be replaced, or looks back over a window only.
     """
+    stems: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
     with _packed_attention(model):
-        return model.base_model(
-            inputs_embeds=embedded, position_ids=pack.position_ids[None], use_cache=False, blocks=pack.blocks, **options
-        )
+        if len(pack.stems):
+            with torch.no_grad():
+                _run(model, _Reading(pack.stems, stems))
+        return _run(model, _Reading(pack.branches, stems), **options)
+
+
+def _run(model: PreTrainedModel, reading: _Reading, **options: Any) -> Any:
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(reading.row.token_ids[None])
+    return model.base_model(
+        inputs_embeds=embedded, position_ids=reading.row.position_ids[None], use_cache=False, reading=reading, **options
+    )
 
 
 @contextmanager
@@ -49,22 +75,28 @@ def _attend(
     key: Float[Tensor, "1 groups tokens width"],
     value: Float[Tensor, "1 groups tokens width"],
     attention_mask: None,
-    blocks: tuple[Block, ...],
+    reading: _Reading,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads width"], None]:
-    lengths = [block.end - block.start for block in blocks]
-    if sliding_window is not None and max(lengths) > sliding_window:
-        raise ModelError(
-            f"A text of {max(lengths)} tokens is longer than the model's attention window, {sliding_window}."
-        )
+    row = reading.row
+    longest = max(mask.shape[1] for mask in row.masks)
+    if sliding_window is not None and longest > sliding_window:
+        raise ModelError(f"A text of {longest} tokens is longer than the model's attention window, {sliding_window}.")
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    outputs = [
-        scaled_dot_product_attention(query, key, value, attn_mask=block.mask, scale=scaling)
-        for block, query, key, value in zip(
-            blocks, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+    queries, keys, values = (part.split(row.lengths, 2) for part in (query, key, value))
+    if module in reading.stems:
+        keys, values = (
+            [torch.cat(pair, 2) for pair in zip(stem, parts, strict=True)]
+            for stem, parts in zip(zip(*reading.stems[module], strict=True), (keys, values), strict=True)
         )
+    else:
+        reading.stems[module] = list(zip(keys, values, strict=True))
+    outputs = [
+        scaled_dot_product_attention(some_queries, some_keys, some_values, attn_mask=mask, scale=scaling)
+        for some_queries, some_keys, some_values, mask in zip(queries, keys, values, row.masks, strict=True)
+        if len(mask)
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

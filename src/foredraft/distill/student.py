@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
-from foredraft.distill.data import Group, num_positions, pack, rows_of_tokens
+from foredraft.distill.data import Group, num_positions, rows_of_tokens
 from foredraft.distill.losses import Loss, loss_gradient
 from foredraft.distill.matching import LayerMatching
 from foredraft.distill.packed import run_body
+from foredraft.distill.packing import pack
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head
 
@@ -82,9 +83,7 @@ class Student:
         loss_sum = acceptance_sum = 0.0
         for part in _microbatches(groups):
             packed = pack(part, self._row_of_token).to(self.model.device)
-            with torch.no_grad():
-                embedded = self.model.get_input_embeddings()(packed.token_ids[None])
-            output = run_body(self.model, packed, embedded, output_hidden_states=matching is not None)
+            output = run_body(self.model, packed, output_hidden_states=matching is not None)
             hidden = output.last_hidden_state[0, packed.read] / packed.temperatures[:, None]
             result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
             roots, gradients = [hidden], [result.hidden / positions]

@@ -8,10 +8,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -57,10 +57,6 @@ class Distilled:
     def training_tokens(self) -> int:
         """Answer positions trained on, repeats included."""
         return self.curve[-1].positions
-
-    def curve_json(self) -> list[dict[str, Any]]:
-        """Return the curve as JSON values."""
-        return [asdict(point) for point in self.curve]
 
 
 def distill(

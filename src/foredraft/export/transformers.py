@@ -12,6 +12,7 @@ from foredraft.core.errors import ModelError, VocabMismatchError
 from foredraft.export.card import model_card
 from foredraft.export.reopen import refuse_changed_tensors, refuse_changed_tokenizer
 from foredraft.models.draft import load_draft
+from foredraft.models.loading import without_bars
 from foredraft.models.target import LocalTarget
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -53,7 +54,8 @@ def export_transformers(source: Path, target: LocalTarget, k: int, out: Path) ->
     )
 
     def fill(folder: Path) -> None:
-        draft.model.save_pretrained(folder)
+        with without_bars():
+            draft.model.save_pretrained(folder)
         _write_tokenizer(folder, target)
         card = model_card(manifest, target, k, len(draft.head_token_ids))
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -18,7 +18,6 @@ from jaxtyping import UInt8, UInt64
 
 from foredraft.core.errors import CheckpointError, VocabMismatchError
 from foredraft.core.files import whole_file
-from foredraft.ngram.jit import COMPILED, jit
 
 MAGIC = b"FDNGRAM\n"
 VERSION = 1
@@ -83,6 +82,15 @@ class Container:
             if (found != sums).any():
                 raise damaged(self.path, name, int(np.flatnonzero(found != sums)[0]))
         return self
+
+    def verify_block(self, name: str, block: int) -> None:
+        """Compare one block with its checksum; see `verify`."""
+        index = self.names.index(name)
+        words = self.words[index][block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
+        sound = _block_sums(words)[0] == self.sums[index][block]
+        self.state[index][block] = SOUND if sound else DAMAGED
+        if not sound:
+            raise damaged(self.path, name, block)
 
     def require_tokenizer(self, vocab_size: int, tokenizer_fingerprint: str) -> "Container":
         """Return the container if it speaks that vocabulary; an empty fingerprint compares sizes only."""
@@ -153,7 +161,7 @@ def open_container(path: Path, kind: str) -> Container:
         raise CheckpointError(f"{path} has a header that makes no sense ({error}). Build it again.") from error
     if container.kind != kind:
         raise CheckpointError(f"{path} holds a {container.kind!r}, not a {kind!r}.")
-    return container if COMPILED else container.verify()
+    return container
 
 
 def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
@@ -165,7 +173,10 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
     raw = data[_PREFIX.size : _PREFIX.size + length]
     if len(raw) != length or _block_sum_of(raw) != checksum:
         raise CheckpointError(f"{path} is damaged: its header does not match its checksum. Build it again.")
-    return json.loads(raw), _PREFIX.size + length
+    try:
+        return json.loads(raw), _PREFIX.size + length
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a header that is no JSON ({error}). Build it again.") from error
 
 
 def _map_arrays(path: Path, data: mmap.mmap, header: dict[str, Any], offset: int) -> Container:
@@ -201,25 +212,14 @@ def _map_arrays(path: Path, data: mmap.mmap, header: dict[str, Any], offset: int
     )
 
 
-@jit
-def block_sum(words: Words, first: int, end: int) -> np.uint64:
-    """Return the checksum of words[first:end]: sum of mixed words, each times an odd number of its own, mod 2**64.
-
-    A change inside one word always shows, any other with probability 1 - 2**-64 or so.
-    """
-    total = np.uint64(0)
-    multiplier = np.uint64(0xD1B54A32D192ED03)
-    for index in range(first, end):
-        word = words[index]
-        total += (word ^ (word >> np.uint64(32))) * multiplier
-        multiplier += np.uint64(0x9E3779B97F4A7C16)
-    return total
-
-
 _MULTIPLIERS = np.uint64(0xD1B54A32D192ED03) + np.arange(BLOCK_WORDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C16)
 
 
 def _block_sums(words: Words) -> UInt64[np.ndarray, " blocks"]:
+    """Return a checksum of each block: sum of mixed words, each times an odd number of its own, mod 2**64.
+
+    A change inside one word always shows, any other with probability 1 - 2**-60 or so.
+    """
     sums = np.empty(-(-len(words) // BLOCK_WORDS), dtype=np.uint64)
     for block in range(len(sums)):
         part = words[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
@@ -228,8 +228,8 @@ def _block_sums(words: Words) -> UInt64[np.ndarray, " blocks"]:
 
 
 def _block_sum_of(data: bytes) -> int:
-    """Return one checksum of any bytes, their length included."""
-    words = np.frombuffer(data + bytes(-len(data) % 8) + len(data).to_bytes(8, "little"), dtype=np.uint64)
+    """Return one checksum of any bytes, their length included; that of nothing is not 0."""
+    words = np.frombuffer(data + bytes(-len(data) % 8) + (len(data) + 1).to_bytes(8, "little"), dtype=np.uint64)
     sums = _block_sums(words)
     return int(sums[0]) if len(sums) == 1 else _block_sum_of(sums.tobytes())
 

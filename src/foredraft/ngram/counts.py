@@ -4,7 +4,9 @@ Node 0 is the empty context. The children of a node are the contexts one token o
 consecutive and sorted by that token, so that a level needs no keys.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -42,6 +44,27 @@ class NgramCounts:
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.older, self.first_child, self.first_next, self.next_token, self.next_count
 
+    def levels(self) -> list[tuple[int, int]]:
+        """Return the range of nodes of each context length, 0 .. order."""
+        ranges = [(0, 1)]
+        for _ in range(self.order):
+            _, end = ranges[-1]
+            ranges.append((end, int(self.first_child[end])))
+        return ranges
+
+    def contexts(self, length: int) -> Int32[np.ndarray, "level length"]:
+        """Return the contexts of one length, oldest token first, in the order of their nodes."""
+        levels = self.levels()
+        rows = np.zeros((1, 0), np.int32)
+        for shorter, level in pairwise(levels[: length + 1]):
+            parents = self.parents(*level) - shorter[0]
+            rows = np.concatenate([self.older[slice(*level), None], rows[parents]], axis=1)
+        return rows
+
+    def parents(self, begin: int, end: int) -> Int64[np.ndarray, " range"]:
+        """Return the parent of each node of a range that a level fills."""
+        return np.searchsorted(self.first_child, np.arange(begin, end), side="right") - 1
+
 
 NAMES = ("older", "first_child", "first_next", "next_token", "next_count")
 DTYPES = ("int32", "int64", "int64", "int32", "int32")
@@ -71,6 +94,68 @@ def count_ngrams(tokens: Tokens, bounds: Bounds, order: int, min_count: int) -> 
         counted.append(_continuations(node[position], tokens[position]))
         num_nodes += int(kept.sum())
     return _assembled(order, np.concatenate(older), np.concatenate(num_children), counted)
+
+
+def merged(parts: Sequence[NgramCounts]) -> NgramCounts:
+    """Return the summed counts of several corpora, of one order: shards built apart, or an update.
+
+    Equal to counting all at once where nothing was dropped for being rare.
+    """
+    order = parts[0].order
+    numbers = [np.zeros(len(part.older), np.int64) for part in parts]
+    levels = [part.levels() for part in parts]
+    older, num_children = [np.zeros(1, np.int32)], [np.zeros(1, np.int64)]
+    num_nodes = 1
+    for length in range(1, order + 1):
+        keys = [
+            (number[part.parents(*level[length])] << 32) | part.older[slice(*level[length])]
+            for part, number, level in zip(parts, numbers, levels, strict=True)
+        ]
+        kept = np.unique(np.concatenate(keys))
+        for number, level, own in zip(numbers, levels, keys, strict=True):
+            number[slice(*level[length])] = num_nodes + np.searchsorted(kept, own)
+        older.append((kept & 0xFFFFFFFF).astype(np.int32))
+        parents = np.concatenate(num_children)
+        np.add.at(parents, kept >> 32, 1)
+        num_children = [parents, np.zeros(len(kept), np.int64)]
+        num_nodes += len(kept)
+    owners = [np.repeat(number, np.diff(part.first_next)) for part, number in zip(parts, numbers, strict=True)]
+    counted = _continuations(
+        np.concatenate(owners),
+        np.concatenate([part.next_token for part in parts]),
+        np.concatenate([part.next_count for part in parts]),
+    )
+    return _assembled(order, np.concatenate(older), np.concatenate(num_children), [counted])
+
+
+def counts_from_contexts(contexts: Sequence[np.ndarray], continuations: Sequence[np.ndarray]) -> NgramCounts:
+    """Return counts given by context: for each its tokens, and rows of (token, count).
+
+    A context that is not given, but that a longer one ends with, gets the summed counts of those.
+    """
+    given = {tuple(context.tolist()): pairs for context, pairs in zip(contexts, continuations, strict=True)}
+    order = max(len(context) for context in given)
+    level = {context: [pairs] for context, pairs in given.items() if len(context) == order}
+    levels = [level]
+    for length in range(order - 1, -1, -1):
+        shorter: dict[tuple[int, ...], list[np.ndarray]] = {}
+        for context, parts in level.items():
+            shorter.setdefault(context[1:], []).extend(parts)
+        level = {**shorter, **{context: [pairs] for context, pairs in given.items() if len(context) == length}}
+        levels.append(level)
+    numbers, older, num_children, counted = {(): ROOT_NODE}, [0], [0], []
+    for level in reversed(levels):
+        ordered = sorted(level, key=lambda context: context[::-1])
+        for context in ordered if ordered != [()] else []:
+            numbers[context] = len(older)
+            older.append(context[0])
+            num_children.append(0)
+            num_children[numbers[context[1:]]] += 1
+        pairs = [(numbers[context], np.concatenate(level[context])) for context in ordered]
+        nodes = np.concatenate([np.full(len(part), node, np.int64) for node, part in pairs])
+        joined = np.concatenate([part for _, part in pairs])
+        counted.append(_continuations(nodes, joined[:, 0], joined[:, 1]))
+    return _assembled(order, np.array(older, np.int32), np.array(num_children, np.int64), counted)
 
 
 def read_counts(container: Container) -> NgramCounts:
@@ -126,9 +211,12 @@ def longest_context(order: int, older: np.ndarray, first_child: np.ndarray, toke
     return node
 
 
-def _continuations(node: np.ndarray, following: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (node, token, count) of each pair seen, sorted by node, then the most frequent first."""
-    keys, counts = np.unique((node << 32) | following, return_counts=True)
+def _continuations(
+    node: np.ndarray, following: np.ndarray, seen: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (node, token, count) of each pair, sorted by node, then the most frequent first; `seen` times each."""
+    keys, inverse = np.unique((node << 32) | following, return_inverse=True)
+    counts = np.bincount(inverse, seen, minlength=len(keys)).astype(np.int64)
     nodes, token = keys >> 32, (keys & 0xFFFFFFFF).astype(np.int32)
     order = np.lexsort((token, -counts, nodes))
     return nodes[order], token[order], counts[order].astype(np.int32)

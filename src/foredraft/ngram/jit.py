@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 try:
     import numba
     from numba.core import event
@@ -25,9 +27,15 @@ def jit(function: _Function) -> _Function:
 
 
 @jit
+def signed(value: Any) -> int:
+    """Return an integer of any type as a signed one of 64 bits: numba makes floats of mixed signs."""
+    return np.int64(value)  # type: ignore[return-value]
+
+
+@jit
 def pair_hash(first: int, second: int) -> int:
     """Return a hash >= 0 of two integers in [0, 2**31). Its low 30 bits are well mixed; nothing overflows."""
-    mixed = first * 0x2545F491 + second * 0x1B873593
+    mixed = signed(first) * 0x2545F491 + signed(second) * 0x1B873593
     mixed ^= mixed >> 29
     return (mixed & 0x3FFFFFFF) * 0x2C1B3C6D >> 12
 

@@ -183,9 +183,10 @@ def _nearest_miss(ranked: Sequence[CandidateFigures], settings: SelectSettings, 
 
 def _won(winner: CandidateFigures, target_bytes: int) -> str:
     bounds = f" (95 % interval {interval(winner.best)})" if winner.best.has_interval else ""
+    memory = f"in {percent(winner.num_bytes / target_bytes)} of" if winner.num_bytes else "with none of"
     return (
         f"{winner.name} with {_length(winner.best_k)} a block is predicted to decode {times(winner.best.value)} as "
-        f"fast as the target alone{bounds}, in {percent(winner.num_bytes / target_bytes)} of its memory."
+        f"fast as the target alone{bounds}, {memory} its memory."
     )
 
 

@@ -172,13 +172,13 @@ class TraceWriter:
         self._info = info
 
 
-def open_trace(path: Path) -> Trace:
+def open_trace(path: Path | str) -> Trace:
     """Return the trace in a folder, finished or still growing; growth after this call is not seen.
 
     Raises:
         TraceError: no trace is there, or of a newer schema.
     """
-    return Trace(path, _read_manifest(path))
+    return Trace(Path(path), _read_manifest(Path(path)))
 
 
 def require_same(

@@ -1,0 +1,180 @@
+"""Hybrids of an n-gram drafter and a neural one: one mixed law, or n-gram first and neural when it has nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from foredraft.core.errors import UserError, VocabMismatchError
+from foredraft.core.law import SamplingLaw, sample_index
+from foredraft.core.proposal import Laws, Proposal
+from foredraft.core.protocols import Answer, Drafter, EmittedProbs
+from foredraft.ngram.law import NgramLaw
+
+_FIT_STEPS = 101
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Draws from lambda * n-gram + (1 - lambda) * neural; lossless, as the law it reports is the one drawn from.
+
+    Attributes:
+        shares: lambda by the length of the longest context that the n-gram law knows: 0, 1, .. order. Under a
+            greedy law a share of 1/2 or more lets the n-gram decide.
+    """
+
+    ngram: NgramLaw
+    neural: Drafter
+    shares: tuple[float, ...]
+    kind: str = "ngram-mixture"
+
+    def __post_init__(self) -> None:
+        _require_same_vocabulary(self.ngram, self.neural)
+        if len(self.shares) != self.ngram.counts.order + 1 or not all(0.0 <= share <= 1.0 for share in self.shares):
+            raise UserError(f"A mixture needs {self.ngram.counts.order + 1} shares in [0, 1], not {self.shares}.")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.ngram.vocab_size
+
+    @property
+    def law(self) -> SamplingLaw:
+        return self.neural.law
+
+    @property
+    def num_parameters(self) -> int:
+        return self.neural.num_parameters
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ngram.num_bytes + self.neural.num_bytes
+
+    def bind(self, law: SamplingLaw) -> "Mixture":
+        return replace(self, ngram=self.ngram.bind(law), neural=self.neural.bind(law))
+
+    def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
+        tokens, rows = context, torch.empty(k, self.vocab_size)
+        uniforms = torch.rand(k, generator=generator, dtype=torch.float64).tolist()
+        for index in range(k):
+            answer = Answer(torch.cat([tokens, tokens[-1:]]), len(tokens))
+            share = float(self._shares(self.ngram.matched(answer))[0])
+            rows[index] = share * _next_law(self.ngram, tokens) + (1.0 - share) * _next_law(self.neural, tokens)
+            tokens = torch.cat([tokens, torch.tensor([sample_index(rows[index], uniforms[index])])])
+        drafted = tokens[len(context) :]
+        if self.law.is_greedy:
+            return Proposal.certain(drafted, self.vocab_size)
+        return Proposal.chain(drafted, Laws.from_dense(rows))
+
+    def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
+        mixed = []
+        for answer, ours, theirs in zip(
+            answers, self.ngram.replay(answers, k), self.neural.replay(answers, k), strict=True
+        ):
+            shares = self._shares(self.ngram.matched(answer))
+            probs = shares * ours.probs + (1.0 - shares) * theirs.probs
+            mixed.append(EmittedProbs(probs, torch.ones_like(ours.guessed)))
+        return mixed
+
+    def _shares(self, lengths: Int[Tensor, " answer"]) -> Float[Tensor, " answer"]:
+        shares = torch.tensor(self.shares)[lengths]
+        return (shares >= 0.5).float() if self.law.is_greedy else shares
+
+
+def fitted_shares(
+    ngram_probs: Float[Tensor, " positions"],
+    neural_probs: Float[Tensor, " positions"],
+    target_probs: Float[Tensor, " positions"],
+    lengths: Int[Tensor, " positions"],
+    order: int,
+) -> tuple[float, ...]:
+    """Return the share for each match length that gives the largest mean acceptance on a trace.
+
+    Acceptance min(1, mixed / target) is concave in the share, so a grid of 0.01 is within 0.01 of the best share.
+
+    Args:
+        ngram_probs, neural_probs, target_probs: What each gave to the emitted token.
+        lengths: Longest known context at each position; lengths that do not occur get the share of the next shorter.
+    """
+    grid = torch.linspace(0.0, 1.0, _FIT_STEPS)[:, None]
+    shares: list[float] = []
+    for length in range(order + 1):
+        here = lengths == length
+        if not bool(here.any()):
+            shares.append(shares[-1] if shares else 0.0)
+            continue
+        mixed = grid * ngram_probs[here] + (1.0 - grid) * neural_probs[here]
+        acceptance = (mixed / target_probs[here]).clamp(max=1.0).mean(-1)
+        shares.append(float(grid[acceptance.argmax(), 0]))
+    return tuple(shares)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstGuess:
+    """Proposes what the first drafter offers, and the second's block where the first has no guess."""
+
+    first: Drafter
+    second: Drafter
+    kind: str = "first-guess"
+
+    def __post_init__(self) -> None:
+        _require_same_vocabulary(self.first, self.second)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.first.vocab_size
+
+    @property
+    def law(self) -> SamplingLaw:
+        """The law of the part that samples, if one does."""
+        return self.first.law if self.second.law.is_greedy else self.second.law
+
+    @property
+    def num_parameters(self) -> int:
+        return self.first.num_parameters + self.second.num_parameters
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first.num_bytes + self.second.num_bytes
+
+    def bind(self, law: SamplingLaw) -> "FirstGuess":
+        return FirstGuess(self.first.bind(law), self.second.bind(law))
+
+    def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
+        proposal = self.first.propose(context, k, generator)
+        return proposal if len(proposal) else self.second.propose(context, k, generator)
+
+    def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
+        joined = []
+        for ours, theirs in zip(self.first.replay(answers, k), self.second.replay(answers, k), strict=True):
+            our_probs, our_guesses = _by_block_start(ours, k)
+            their_probs, their_guesses = _by_block_start(theirs, k)
+            known = our_guesses[:, :1]
+            joined.append(
+                EmittedProbs(torch.where(known, our_probs, their_probs), torch.where(known, our_guesses, their_guesses))
+            )
+        return joined
+
+
+def _by_block_start(emitted: EmittedProbs, k: int) -> tuple[Float[Tensor, "answer k"], Bool[Tensor, "answer k"]]:
+    """Return [answer, k] matrices: position t + i at (t, i), nothing past the end or behind a missing guess."""
+    if emitted.by_block_start:
+        return emitted.probs, emitted.guessed
+    size = len(emitted.probs)
+    at = torch.arange(size)[:, None] + torch.arange(k)
+    inside = at < size
+    at = at.clamp(max=max(size - 1, 0))
+    guessed = (emitted.guessed[at] & inside).cumprod(-1).bool()
+    return emitted.probs[at] * guessed, guessed
+
+
+def _next_law(drafter: Drafter, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, " vocab"]:
+    """Return the law that a drafter draws the next token from; the draw itself is thrown away."""
+    proposal = drafter.propose(tokens, 1, torch.Generator())
+    return proposal.laws.probs(0, int(proposal.token_ids[0])).float()
+
+
+def _require_same_vocabulary(ours: Drafter, theirs: Drafter) -> None:
+    if ours.vocab_size != theirs.vocab_size:
+        raise VocabMismatchError(f"The drafters of a hybrid speak {ours.vocab_size} and {theirs.vocab_size} tokens.")

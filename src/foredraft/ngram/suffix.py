@@ -1,0 +1,262 @@
+"""The suffix drafter: earlier occurrences of the context's end, in the request and in corpora, vote on what follows."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int, Int64
+from torch import Tensor
+
+from foredraft.checkpoint import DraftManifest, read_manifest, write_draft
+from foredraft.core.errors import UserError
+from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.core.progress import Progress
+from foredraft.core.proposal import Laws, Proposal
+from foredraft.core.protocols import Answer, EmittedProbs
+from foredraft.ngram.automaton import Automaton
+from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
+from foredraft.ngram.jit import jit
+from foredraft.ngram.votes import vote_chain, vote_tree
+from foredraft.recipe import NgramStep
+
+KIND = "suffix"
+CONTEXT_KIND = "suffix-automaton"
+_SHARDS = "*.ngram"
+_LONGEST_COUNTED = 32
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """A store of text that finds where the end of a context occurred."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def rows(
+        self,
+        context: Int64[np.ndarray, " context"],
+        lengths: Int64[np.ndarray, " rows"],
+        tokens: Int64[np.ndarray, "rows k"],
+        row: int,
+        end_row: int,
+    ) -> int:
+        """Write occurrences into rows `row` .. `end_row`, best first; return the first row left free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Voting:
+    """How occurrences vote. The defaults were fitted on half of the files of benchmarks/ngram.
+
+    Attributes:
+        base: An occurrence whose match is one token longer counts `base` times as much, up to 32 tokens.
+        context_weight: An occurrence in the request itself counts so many times as much.
+        num_context: Occurrences taken from the request, each of another match length.
+        num_nearest: Occurrences taken from each corpus.
+        doubt: Votes for "none of these"; makes short matches less confident.
+        least_confidence: A chain or branch ends where its confidence would fall below.
+    """
+
+    base: float = 1.7
+    context_weight: float = 10.0
+    num_context: int = 4
+    num_nearest: int = 24
+    doubt: float = 8.0
+    least_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.base < 1.0 or self.doubt < 0.0 or self.num_context < 0 or self.num_nearest < 1:
+            raise UserError("Voting needs base >= 1, doubt >= 0, num_context >= 0 and num_nearest >= 1.")
+
+
+class SuffixDrafter:
+    """Deterministic chains, and trees; without a corpus it knows the request only.
+
+    Args:
+        tiers: Corpora, with the weight of each.
+        kind: Its name in the catalog.
+    """
+
+    law: SamplingLaw = GREEDY
+    num_parameters: int = 0
+
+    def __init__(
+        self,
+        vocab_size: int,
+        tiers: Sequence[tuple[Tier, float]] = (),
+        voting: Voting | None = None,
+        kind: str = KIND,
+    ) -> None:
+        self.kind = kind
+        self.vocab_size = vocab_size
+        self.tiers = tuple(tiers)
+        self.voting = voting or Voting()
+        self._request = Automaton.empty()
+        self._powers = self.voting.base ** np.arange(_LONGEST_COUNTED + 1, dtype=np.float64)
+        self._rows = _Rows.empty(self.voting.num_context + len(self.tiers) * self.voting.num_nearest, 8)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tier.num_bytes for tier, _ in self.tiers)
+
+    def bind(self, law: SamplingLaw) -> "SuffixDrafter":
+        return SuffixDrafter(self.vocab_size, self.tiers, self.voting, self.kind)
+
+    def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
+        return Proposal.certain(torch.from_numpy(self._chain(context.numpy(), k)), self.vocab_size)
+
+    def propose_tree(self, context: Int[Tensor, " tokens"], k: int) -> Proposal:
+        """Return a tree of at most k draft tokens, each certain; parents come before children."""
+        num_rows = self._collect(context.numpy(), k)
+        draft, parents = np.empty(k, np.int64), np.empty(k, np.int64)
+        rows, voting = self._rows, self.voting
+        nodes = vote_tree(rows.weights, rows.tokens, num_rows, voting.doubt, voting.least_confidence, draft, parents)
+        laws = Laws.one_hot(nodes, self.vocab_size)
+        return Proposal(torch.from_numpy(draft[:nodes]), laws, tuple(parents[:nodes].tolist()))
+
+    def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
+        return [self._replay_one(answer, k) for answer in answers]
+
+    def _replay_one(self, answer: Answer, k: int) -> EmittedProbs:
+        tokens = answer.token_ids.numpy()
+        chains = np.full((answer.num_tokens, k), -1, np.int64)
+        self._request.follow(tokens[: answer.start])
+        for start in range(answer.num_tokens):
+            chain = self._chain(tokens[: answer.start + start], k, grown=True)
+            chains[start, : len(chain)] = chain
+        return chain_hits(torch.from_numpy(chains), answer)
+
+    def _chain(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> Int64[np.ndarray, " k"]:
+        num_rows = self._collect(context, k, grown)
+        draft = np.empty(k, np.int64)
+        rows, voting = self._rows, self.voting
+        length = vote_chain(rows.weights, rows.tokens, num_rows, voting.doubt, voting.least_confidence, draft)
+        return draft[:length]
+
+    def _collect(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> int:
+        """Fill the rows with occurrences and their weights; return how many there are."""
+        if self._rows.tokens.shape[1] != k:
+            self._rows = _Rows.empty(len(self._rows.lengths), k)
+        rows, voting = self._rows, self.voting
+        self._request.follow(context, grown)
+        row = self._request.rows(rows.lengths, rows.tokens, 0, voting.num_context)
+        _weigh(rows.lengths, rows.weights, self._powers, voting.context_weight, 0, row)
+        for tier, weight in self.tiers:
+            free = tier.rows(context, rows.lengths, rows.tokens, row, row + voting.num_nearest)
+            _weigh(rows.lengths, rows.weights, self._powers, weight, row, free)
+            row = free
+        return row
+
+
+def context_drafter(vocab_size: int, **voting: float) -> SuffixDrafter:
+    """Return a drafter that copies from the request itself; options are those of Voting."""
+    return SuffixDrafter(vocab_size, (), _voting(voting), CONTEXT_KIND)
+
+
+def build_suffix(
+    sequences: Iterable[np.ndarray],
+    vocab_size: int,
+    settings: NgramStep,
+    manifest: DraftManifest,
+    out: Path,
+    progress: Progress,
+) -> DraftManifest:
+    """Index token sequences and write the index as a draft checkpoint; return its manifest.
+
+    Holds one shard in memory at a time, so that the corpus may be larger than that.
+
+    Raises:
+        CorpusError: the corpus is empty or speaks another vocabulary.
+        OutputError: `out` holds something else, or the disk is full.
+    """
+    manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY)
+
+    def fill(folder: Path) -> None:
+        for number, shard in enumerate(_shards(sequences, settings.shard_tokens)):
+            size = float(sum(len(sequence) for sequence in shard))
+            path = folder / f"shard-{number:05d}.ngram"
+            with progress.task(f"building suffix shard {number}", size, "tokens") as task:
+                build_suffix_index(shard, vocab_size, manifest.tokenizer_fingerprint, settings.depth, path)
+                task.advance(size)
+
+    return write_draft(out, manifest, fill)
+
+
+def load_suffix(path: Path, dtype: str = "auto") -> SuffixDrafter:
+    """Return the drafter of a checkpoint: every shard in its folder, mapped, blocks checked when first read.
+
+    Token ids have no dtype: it is ignored.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or damaged.
+    """
+    manifest = read_manifest(path)
+    shards = [open_suffix_index(file) for file in sorted(path.glob(_SHARDS))]
+    return pooled(shards, manifest.vocab_size, manifest.tokenizer_fingerprint)
+
+
+def pooled(
+    shards: Sequence[SuffixIndex],
+    vocab_size: int,
+    tokenizer_fingerprint: str,
+    weights: Sequence[float] = (),
+    voting: Voting | None = None,
+) -> SuffixDrafter:
+    """Return the drafter over several shards of one vocabulary; weights are 1 unless given.
+
+    Raises:
+        VocabMismatchError: a shard speaks another vocabulary.
+    """
+    for shard in shards:
+        shard.container.require_tokenizer(vocab_size, tokenizer_fingerprint)
+    weights = weights or [1.0] * len(shards)
+    return SuffixDrafter(vocab_size, list(zip(shards, weights, strict=True)), voting)
+
+
+def chain_hits(chains: Int[Tensor, "answer k"], answer: Answer) -> EmittedProbs:
+    """Return what chains, one for each block start and ended by -1, gave to the answer's tokens."""
+    text = answer.token_ids[answer.start :]
+    at = torch.arange(len(text))[:, None] + torch.arange(chains.shape[1])
+    guessed: Bool[Tensor, "answer k"] = (chains >= 0) & (at < len(text))
+    hits = (chains == text[at.clamp(max=len(text) - 1)]) & guessed if len(text) else guessed
+    return EmittedProbs(hits.float(), guessed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    lengths: Int64[np.ndarray, " rows"]
+    weights: Float64[np.ndarray, " rows"]
+    tokens: Int64[np.ndarray, "rows k"]
+
+    @staticmethod
+    def empty(num_rows: int, k: int) -> "_Rows":
+        return _Rows(np.empty(num_rows, np.int64), np.empty(num_rows), np.empty((num_rows, k), np.int64))
+
+
+def _shards(sequences: Iterable[np.ndarray], shard_tokens: int) -> Iterator[list[np.ndarray]]:
+    """Yield lists of sequences of `shard_tokens` together, or one sequence more; the last may be shorter."""
+    shard: list[np.ndarray] = []
+    size, any_yet = 0, False
+    for sequence in sequences:
+        shard.append(sequence)
+        size += len(sequence)
+        if size >= shard_tokens:
+            yield shard
+            shard, size, any_yet = [], 0, True
+    if size or not any_yet:
+        yield shard
+
+
+def _voting(options: dict[str, float]) -> Voting:
+    unknown = set(options) - set(Voting.__slots__)
+    if unknown:
+        raise UserError(f"Unknown option {min(unknown)!r} of {CONTEXT_KIND}. Known: {', '.join(Voting.__slots__)}.")
+    return Voting(**options)  # type: ignore[arg-type]
+
+
+@jit
+def _weigh(lengths: np.ndarray, weights: np.ndarray, powers: np.ndarray, weight: float, row: int, end_row: int) -> None:
+    for index in range(row, end_row):
+        weights[index] = weight * powers[min(lengths[index], len(powers) - 1)]
