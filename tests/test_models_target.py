@@ -129,6 +129,16 @@ def test_long_prompts_are_read_in_blocks(
         torch.testing.assert_close(left.logprobs, right.logprobs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("shared", [9, 20])
+def test_what_all_prompts_begin_with_changes_nothing(target: LocalTarget, prompts: list[Tensor], shared: int) -> None:
+    """Rows whose padding is shorter and longer than the shared tokens, which are read once."""
+    longer = [torch.cat([prompts[4][:shared], prompt]) for prompt in prompts]
+    for seed, (prompt, answer) in enumerate(zip(longer, _write(target, longer, SamplingLaw()), strict=True)):
+        (alone,) = target.write([prompt], SamplingLaw(), NEW, 8, [seed], lambda count: None)
+        assert alone.token_ids.tolist() == answer.token_ids.tolist()
+        torch.testing.assert_close(alone.logprobs, answer.logprobs, atol=1e-4, rtol=0)
+
+
 def test_progress_adds_up_to_the_tokens_written(target: LocalTarget, prompts: list[Tensor]) -> None:
     counts: list[int] = []
     answers = target.write(prompts, GREEDY, NEW, 8, [0] * len(prompts), counts.append)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from foredraft.models.kv_cache import KeyValueCache
 
 _GROUP_TOKENS = 2048
+_SHARED_TOKENS = 8  # Fewer are not worth a pass of their own.
 
 
 @final
@@ -34,9 +35,13 @@ class Batch:
         self.live = list(range(len(prompts)))
 
     def read_prompts(self) -> Float[Tensor, "rows hidden"]:
-        """Read all prompts, those of similar length together; return the hidden states after their last tokens."""
+        """Read all prompts; return the hidden states after their last tokens.
+
+        What they all begin with is read once, the rest in groups of similar length.
+        """
         order = sorted(self.live, key=lambda row: self.prompt_lengths[row])
-        hidden = torch.cat([self._read_group(rows) for rows in _groups(order, self.prompt_lengths)])
+        shared = self._read_shared()
+        hidden = torch.cat([self._read_group(rows, shared) for rows in _groups(order, self.prompt_lengths)])
         return hidden[torch.tensor(order).argsort()]
 
     def read(self, token_ids: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
@@ -55,7 +60,18 @@ class Batch:
             tokens.pop()
         return torch.tensor(tokens, dtype=torch.long, device=token_ids.device)
 
-    def _read_group(self, rows: list[int]) -> Float[Tensor, "rows hidden"]:
+    def _read_shared(self) -> KeyValueCache:
+        """Return a cache of one row that holds the tokens with which all prompts begin; empty if they are few."""
+        length = _shared_length(self._prompts)
+        cache = KeyValueCache(self._model, length)
+        if length >= _SHARED_TOKENS:
+            token_ids = self._prompts[0][None, :length].to(self._model.device)
+            self._pass(
+                cache, token_ids, torch.zeros_like(token_ids[:, 0]), torch.ones_like(token_ids, dtype=torch.bool)
+            )
+        return cache
+
+    def _read_group(self, rows: list[int], shared: KeyValueCache) -> Float[Tensor, "rows hidden"]:
         """Read some prompts, padded on the left to the longest of them, and put them where the batch ends."""
         width = max(self.prompt_lengths[row] for row in rows)
         token_ids = torch.stack([pad(self._prompts[row], (width - self.prompt_lengths[row], 0)) for row in rows])
@@ -65,8 +81,10 @@ class Batch:
             self._padding[rows] - spared,
             self._mask[rows, spared:],
         )
+        if shared.length:
+            cache.begin_with(shared, padding.tolist())
         step = max(1, _GROUP_TOKENS // len(rows))
-        for start in range(0, width, step):
+        for start in range(shared.length, width, step):
             hidden = self._pass(cache, token_ids[:, start : start + step].to(self._model.device), padding, mask)
         self._cache.place(cache, rows, len(self._prompts), end=self._width)
         return hidden
@@ -99,3 +117,12 @@ def _groups(order: list[int], lengths: Sequence[int]) -> Iterator[list[int]]:
             group = []
         group.append(row)
     yield group
+
+
+def _shared_length(prompts: Sequence[Int[Tensor, " _"]]) -> int:
+    """Return how many tokens all of several prompts begin with; each keeps one of its own to read."""
+    if len(prompts) == 1:
+        return 0
+    length = min(len(prompt) for prompt in prompts) - 1
+    differs = (torch.stack([prompt[:length] for prompt in prompts]) != prompts[0][:length]).any(0).nonzero()
+    return int(differs[0]) if len(differs) else length

@@ -62,6 +62,14 @@ class KeyValueCache:
         for layer in self._growing:
             layer.keep(length, positions)
 
+    def begin_with(self, other: "KeyValueCache", padding: list[int]) -> None:
+        """Let each row of this empty cache begin with what the one row of `other` holds, behind its padding.
+
+        All rows get the same length: what does not fit behind the padding is left to be read.
+        """
+        for layer, source in zip(self._growing, other._growing, strict=True):
+            layer.begin_with(source, padding)
+
     def place(self, other: "KeyValueCache", rows: list[int], num_rows: int, end: int) -> None:
         """Copy what `other` holds into `rows` of this cache of `num_rows`, so that it ends at column `end`.
 
@@ -111,10 +119,17 @@ class _GrowingLayer(CacheLayerMixin):
         self.values[:, :, length:end] = self.values[:, :, positions]
         self.length = end
 
+    def begin_with(self, source: "_GrowingLayer", padding: list[int]) -> None:
+        self._make_room(source, len(padding))
+        for row, left in enumerate(padding):
+            fits = max(source.length - left, 0)
+            self.keys[row, :, left : left + fits] = source.keys[0, :, :fits]
+            self.values[row, :, left : left + fits] = source.values[0, :, :fits]
+        self.length = source.length
+
     def place(self, source: "_GrowingLayer", rows: list[int], num_rows: int, end: int) -> None:
         if not self.is_initialized:
-            like = source.keys[:1].expand(num_rows, -1, -1, -1)
-            self.lazy_initialization(like, source.values[:1].expand(num_rows, -1, -1, -1))
+            self._make_room(source, num_rows)
         columns = slice(end - source.length, end)
         self.keys[rows, :, columns] = source.keys[: len(rows), :, : source.length]
         self.values[rows, :, columns] = source.values[: len(rows), :, : source.length]
@@ -136,6 +151,9 @@ class _GrowingLayer(CacheLayerMixin):
     def _room(self, states: Tensor) -> Tensor:
         rows, heads, _, dim = states.shape
         return states.new_zeros(rows, heads, self._capacity, dim)
+
+    def _make_room(self, like: "_GrowingLayer", rows: int) -> None:
+        self.lazy_initialization(like.keys[:1].expand(rows, -1, -1, -1), like.values[:1].expand(rows, -1, -1, -1))
 
     def _grow(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
         old_keys, old_values = self.keys, self.values
