@@ -5,10 +5,10 @@ from typing import final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
+from foredraft.models.few_rows import few_rows_linear
 
 NO_IDS = torch.empty(0, dtype=torch.long)
 
@@ -58,7 +58,7 @@ class Head:
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch rows"]:
         """Return the logits of the rows, in float32."""
         if len(self.token_ids):
-            logits = functional.linear(hidden, self._weight, self._bias).float()
+            logits = few_rows_linear(hidden, self._weight, self._bias).float()
         else:
             logits = self._linear(hidden).float()
         if self._factor != 1.0:

@@ -33,6 +33,7 @@ from transformers.utils import logging as hf_logging
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
+from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
 from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.recipe import QUICKSTART_TARGET
@@ -244,6 +245,7 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     gaps += [f"{key} is {tuple(held)}, not {tuple(asked)}" for key, held, asked in sorted(report["mismatched_keys"])]
     if gaps:
         raise ModelError(f"{path} lacks weights that its configuration asks for, {len(gaps)} in all: {gaps[0]}.")
+    speed_up_few_rows(model)
     return model.eval()
 
 
