@@ -1,5 +1,6 @@
 """Keys and values of what a model has read: grown in place, cropped and thinned out without copying."""
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -33,19 +34,8 @@ class KeyValueCache:
         Raises:
             CapabilityError: the model keeps a recurrent state, which cannot be cropped.
         """
-        layers: list[Any] = []
-        for layer in DynamicCache(config=model.config).layers:
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-                layers.append(_GrowingLayer(capacity))
-            elif isinstance(layer, DummyLayer):
-                layers.append(layer)
-            else:
-                raise CapabilityError(
-                    f"{type(model).__name__} keeps a recurrent state ({type(layer).__name__}), which cannot be cropped "
-                    "after a rejected draft. Models that only have attention layers can be used."
-                )
-        self.inner = Cache(layers=layers)
-        self._growing = [layer for layer in layers if isinstance(layer, _GrowingLayer)]
+        self._growing: list[_GrowingLayer] = []
+        self.inner = _cache_of(model, lambda: _GrowingLayer(capacity), self._growing)
 
     @property
     def length(self) -> int:
@@ -82,6 +72,52 @@ class KeyValueCache:
         """Let row `by` take the place of `row`; the next pass may then be one row shorter."""
         for layer in self._growing:
             layer.replace_row(row, by)
+
+
+@final
+class RaggedCache:
+    """A transformers cache of several texts, each as long as it is. Every pass needs a mask and positions of its own.
+
+    Attributes:
+        inner: What the model takes as `cache=`.
+        lengths: Tokens held for each row. A pass writes behind them and leaves them as they are: set them to what
+            stands, less after a rejection.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int, capacity: int = _FIRST_CAPACITY) -> None:
+        """Make empty caches with room for `capacity` tokens each; see KeyValueCache."""
+        self.lengths = torch.zeros(rows, dtype=torch.long)
+        self._layers: list[_RaggedLayer] = []
+        self.inner = _cache_of(model, lambda: _RaggedLayer(self, capacity), self._layers)
+
+    def drop(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        end = len(self.lengths) - 1
+        for layer in self._layers:
+            layer.replace_row(row, by=end)
+        self.lengths[row] = self.lengths[end]
+        self.lengths = self.lengths[:end]
+
+
+def _cache_of(model: PreTrainedModel, attention_layer: Callable[[], Any], made: list[Any]) -> Cache:
+    """Return a cache with `attention_layer()` for each attention layer of a model, also put into `made`.
+
+    Raises:
+        CapabilityError: the model keeps a recurrent state, which cannot be cropped.
+    """
+    layers: list[Any] = []
+    for layer in DynamicCache(config=model.config).layers:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            made.append(attention_layer())
+            layers.append(made[-1])
+        elif isinstance(layer, DummyLayer):
+            layers.append(layer)
+        else:
+            raise CapabilityError(
+                f"{type(model).__name__} keeps a recurrent state ({type(layer).__name__}), which cannot be cropped "
+                "after a rejected draft. Models that only have attention layers can be used."
+            )
+    return Cache(layers=layers)
 
 
 @final
@@ -162,3 +198,58 @@ class _GrowingLayer(CacheLayerMixin):
         rows = key_states.shape[0]
         self.keys[:, :, : self.length] = old_keys[:rows, :, : self.length]
         self.values[:, :, : self.length] = old_values[:rows, :, : self.length]
+
+
+@final
+class _RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, [rows, heads, capacity, dim], each row filled up to the cache's length for it."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: RaggedCache, capacity: int) -> None:
+        self.keys, self.values = torch.empty(0), torch.empty(0)
+        self.is_initialized = False
+        self._cache = cache
+        self._capacity = capacity
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._room(key_states), self._room(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows, new = key_states.shape[0], key_states.shape[2]
+        columns = self._cache.lengths[:, None] + torch.arange(new)
+        end = int(columns.max()) + 1
+        if not self.is_initialized or end > self._capacity:
+            self._grow(end, key_states, value_states)
+        where = (torch.arange(rows)[:, None].to(self.keys.device), slice(None), columns.to(self.keys.device))
+        self.keys[where] = key_states.transpose(1, 2)
+        self.values[where] = value_states.transpose(1, 2)
+        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+
+    def replace_row(self, row: int, by: int) -> None:
+        if self.is_initialized:
+            self.keys[row], self.values[row] = self.keys[by], self.values[by]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return int(self._cache.lengths.max())
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _room(self, states: Tensor) -> Tensor:
+        rows, heads, _, dim = states.shape
+        return states.new_zeros(rows, heads, self._capacity, dim)
+
+    def _grow(self, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        old_keys, old_values, held = self.keys, self.values, self._capacity
+        was_initialized = self.is_initialized
+        self._capacity = max(held, end) if not was_initialized else max(2 * held, end)
+        self.lazy_initialization(key_states, value_states)
+        if was_initialized:
+            rows = key_states.shape[0]
+            self.keys[:, :, :held], self.values[:, :, :held] = old_keys[:rows], old_values[:rows]

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from foredraft.models.head import Head
 from foredraft.models.kv_cache import KeyValueCache
+from foredraft.models.masks import attention_masks
 
 
 @final
@@ -38,7 +39,7 @@ class Session:
     @torch.no_grad()
     def hidden(self, token_ids: Int[Tensor, " tokens"], last: int = 1) -> Float[Tensor, "last hidden"]:
         """Return the final hidden states of the `last` last tokens; see `logits`."""
-        known = min(_common_prefix(self._read.to(token_ids.device), token_ids), len(token_ids) - last)
+        known = min(common_prefix(self._read.to(token_ids.device), token_ids), len(token_ids) - last)
         self._cache.crop(known)
         self._read = token_ids[:known]
         return self._feed(token_ids[known:])[-last:]
@@ -60,17 +61,18 @@ class Session:
         Args:
             parents: Of each node the index of its parent, which comes before it; -1 for children of the text.
         """
-        known = min(_common_prefix(self._read.to(token_ids.device), token_ids), len(token_ids) - 1)
+        known = min(common_prefix(self._read.to(token_ids.device), token_ids), len(token_ids) - 1)
         self._cache.crop(known)
         self._read = token_ids[:known]
         mask, depths = _tree_mask(len(token_ids) - known, known, parents)
         new = torch.cat([token_ids[known:], nodes])
-        positions = torch.cat([torch.arange(known, len(token_ids)), len(token_ids) + depths])
-        device, dtype = self.model.device, self.model.dtype
+        columns = torch.cat([torch.arange(len(token_ids)), len(token_ids) + depths])
+        positions = columns[None, known:]
+        device = self.model.device
         hidden = self.model.base_model(
             input_ids=new[None].to(device),
-            attention_mask=torch.where(mask, 0.0, torch.finfo(dtype).min).to(device, dtype)[None, None],
-            position_ids=positions[None].to(device),
+            attention_mask=attention_masks(self.model, mask[None], positions, columns[None]),
+            position_ids=positions.to(device),
             cache=self._cache.inner,
             use_cache=True,
         ).last_hidden_state[0]
@@ -108,7 +110,8 @@ def _tree_mask(
     return mask, depths
 
 
-def _common_prefix(left: Int[Tensor, " left"], right: Int[Tensor, " right"]) -> int:
+def common_prefix(left: Int[Tensor, " left"], right: Int[Tensor, " right"]) -> int:
+    """Return how many tokens two texts begin with together."""
     length = min(len(left), len(right))
     differs = (left[:length] != right[:length]).nonzero()
     return int(differs[0]) if len(differs) else length
