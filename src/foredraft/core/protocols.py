@@ -1,6 +1,6 @@
 """What everything pluggable must offer. A class is one of these protocols or final."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -102,6 +102,29 @@ class Observer(Protocol):
     """A drafter that learns from what became of its blocks (dynamic caches, the adaptive drafter)."""
 
     def observe(self, outcome: BlockOutcome) -> None: ...
+
+
+@runtime_checkable
+class DraftBatch(Protocol):
+    """A drafter at work on several texts, known by their numbers from 0 on."""
+
+    def propose(
+        self,
+        contexts: Mapping[int, Int[Tensor, " _"]],
+        ks: Mapping[int, int],
+        generators: Sequence[torch.Generator],
+    ) -> dict[int, Proposal]:
+        """Return for each context what `Drafter.propose` returns with its own k and the generator of its number."""
+
+    def drop(self, number: int) -> None:
+        """Forget a text for good."""
+
+
+@runtime_checkable
+class BatchDrafter(Protocol):
+    """A drafter that proposes for several texts in one pass."""
+
+    def open_batch(self, num_texts: int) -> DraftBatch: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -133,6 +133,53 @@ class Decoded:
         return len(self.token_ids) / len(self.blocks)
 
 
+@final
+class Writing:
+    """One answer in the making.
+
+    Attributes:
+        text: The prompt and what was kept so far.
+        room: Tokens that may still follow.
+    """
+
+    def __init__(self, prompt_ids: Int[Tensor, " tokens"], limits: Limits) -> None:
+        """Start an answer.
+
+        Raises:
+            PromptError: the prompt is empty, or leaves no room.
+        """
+        self.text = prompt_ids
+        self.room = limits.room(len(prompt_ids))
+        self._limits = limits
+        self._prompt_tokens = len(prompt_ids)
+        self._answer: list[int] = []
+        self._blocks: list[BlockCount] = []
+        self._stopped = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._stopped or self.room == 0
+
+    def take(
+        self, proposal: Proposal, verdict: TreeVerdict, observe: Callable[[BlockOutcome, BlockCount], None]
+    ) -> None:
+        """Keep what a block emitted, up to where the answer ends, and let `observe` know."""
+        path = list(verdict.path)
+        emitted = [*proposal.token_ids[path].tolist(), verdict.next_token]
+        count, self._stopped = self._limits.kept(self._answer, emitted, self.room)
+        emitted = emitted[:count]
+        self._answer += emitted
+        self.room -= count
+        self._blocks.append(BlockCount(len(proposal), min(verdict.examined, count), min(len(path), count), count))
+        observe(BlockOutcome(proposal, tuple(emitted), self._blocks[-1].accepted), self._blocks[-1])
+        self.text = torch.cat([self.text, torch.tensor(emitted).to(self.text)])
+
+    def decoded(self, seconds: float) -> Decoded:
+        """Return the finished answer."""
+        reason = "stop" if self._stopped else "length"
+        return Decoded(self.text[self._prompt_tokens :], tuple(self._blocks), seconds, reason)
+
+
 def decode(
     session: TargetSession,
     drafter: Drafter,
@@ -158,8 +205,7 @@ def decode(
     """
     length = FixedLength(k) if isinstance(k, int) else k
     propose = partial(_propose, drafter, length, generator)
-    observe = partial(_observe, length, drafter.observe if isinstance(drafter, Observer) else _ignore)
-    return _decode(session, propose, observe, prompt_ids, law, limits, uniforms(generator), rule)
+    return _decode(session, propose, observer(length, drafter), prompt_ids, law, limits, uniforms(generator), rule)
 
 
 def plain_decode(
@@ -188,25 +234,11 @@ def _decode(
     uniform: Uniform,
     rule: Rule,
 ) -> Decoded:
-    start = time.perf_counter()
-    context, room, blocks = prompt_ids, limits.room(len(prompt_ids)), []
-    answer: list[int] = []
-    stopped = False
-    while len(answer) < room and not stopped:
-        left = room - len(answer)
-        proposal = propose(context, left)
-        verdict = _verified(session, context, proposal, left, law, uniform, rule)
-        path = list(verdict.path)
-        emitted = [*proposal.token_ids[path].tolist(), verdict.next_token]
-        count, stopped = limits.kept(answer, emitted, left)
-        emitted = emitted[:count]
-        answer += emitted
-        block = BlockCount(len(proposal), min(verdict.examined, count), min(len(path), count), count)
-        blocks.append(block)
-        observe(BlockOutcome(proposal, tuple(emitted), block.accepted), block)
-        context = torch.cat([context, torch.tensor(emitted).to(context)])
-    seconds = time.perf_counter() - start
-    return Decoded(context[len(prompt_ids) :], tuple(blocks), seconds, "stop" if stopped else "length")
+    start, writing = time.perf_counter(), Writing(prompt_ids, limits)
+    while not writing.is_done:
+        proposal = propose(writing.text, writing.room)
+        writing.take(proposal, _verified(session, writing.text, proposal, writing.room, law, uniform, rule), observe)
+    return writing.decoded(time.perf_counter() - start)
 
 
 def _verified(
@@ -222,11 +254,7 @@ def _verified(
     nodes = proposal.token_ids.to(context)
     if proposal.is_chain:
         logits = session.logits(torch.cat([context, nodes]), len(proposal) + 1)
-        check_logits(logits, len(context))
-        check_proposal(proposal, room, logits.shape[-1])
-        verdict = rule(law_probs(logits, law), proposal, uniform)
-        accepted = verdict.num_accepted
-        return TreeVerdict(tuple(range(accepted)), verdict.next_token, min(len(proposal), accepted + 1))
+        return verified_chain(logits, len(context), proposal, room, law, uniform, rule)
     if not isinstance(session, TreeSession):
         raise CapabilityError(f"{type(session).__name__} reads no trees: use chains, or a target loaded by foredraft.")
     logits = session.tree_logits(context, nodes, proposal.parents)
@@ -235,6 +263,28 @@ def _verified(
     walked = verify_tree(law_probs(logits, law), proposal, uniform)
     session.keep(walked.path)
     return walked
+
+
+def verified_chain(
+    logits: Float[Tensor, "positions vocab"],
+    first: int,
+    proposal: Proposal,
+    room: int,
+    law: SamplingLaw,
+    uniform: Uniform,
+    rule: Rule,
+) -> TreeVerdict:
+    """Return the verdict on a chain from the target's logits before each draft token and after the last.
+
+    Args:
+        first: Index in the text of the first draft token.
+        room: Most draft tokens that the block may have.
+    """
+    check_logits(logits, first)
+    check_proposal(proposal, room, logits.shape[-1])
+    verdict = rule(law_probs(logits, law), proposal, uniform)
+    accepted = verdict.num_accepted
+    return TreeVerdict(tuple(range(accepted)), verdict.next_token, min(len(proposal), accepted + 1))
 
 
 def check_logits(logits: Float[Tensor, "positions vocab"], first: int) -> None:
@@ -265,6 +315,11 @@ def _propose(
 ) -> Proposal:
     k = min(length.next_length(), room)
     return drafter.propose(context, k, generator) if k else Proposal.empty(drafter.vocab_size)
+
+
+def observer(length: LengthPolicy, drafter: Drafter) -> Callable[[BlockOutcome, BlockCount], None]:
+    """Return what tells a length policy, and a drafter that learns, what became of a block."""
+    return partial(_observe, length, drafter.observe if isinstance(drafter, Observer) else _ignore)
 
 
 def _observe(

@@ -1,7 +1,8 @@
 """A causal language model as drafter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -16,6 +17,7 @@ from foredraft.checkpoint import MANIFEST, read_manifest
 from foredraft.core.law import SamplingLaw, law_probs, sample_index, token_logprobs
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
+from foredraft.models.batch_session import BatchSession
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
 from foredraft.models.loading import max_context
@@ -75,27 +77,36 @@ class CausalLMDrafter:
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         """Return k draft tokens, fewer where the draft's own context ends; none after an empty text."""
-        k = min(k, self.max_context - len(context) + 1)
-        if k <= 0 or len(context) == 0:
+        k = self.most_tokens(context, k)
+        if k == 0:
             return Proposal.empty(self.vocab_size)
-        token_ids: list[int] = []
-        laws: list[Tensor] = []
-        logits = self._session.logits(context)
-        while True:
-            if self.law.is_greedy:
-                row = int(logits[0].argmax())
-            else:
-                probs = law_probs(logits[0], self.law)
-                row = sample_index(probs, float(torch.rand((), generator=generator, dtype=torch.float64)))
-                laws.append(probs)
-            token_ids.append(int(self._tokens[row]))
-            if len(token_ids) == k:
-                break
-            logits = self._session.append(context.new_tensor(token_ids[-1:]))
-        proposed = context.new_tensor(token_ids)
+        drawn = [self.draw(self._session.logits(context)[0], generator)]
+        while len(drawn) < k:
+            drawn.append(self.draw(self._session.append(context.new_tensor([drawn[-1].token_id]))[0], generator))
+        return self.chain(drawn)
+
+    def open_batch(self, num_texts: int) -> "CausalLMBatch":
+        """Return the same draft at work on several texts."""
+        return CausalLMBatch(self, BatchSession(self.draft.model, self._head, num_texts))
+
+    def most_tokens(self, context: Int[Tensor, " tokens"], k: int) -> int:
+        """Return how many of k tokens can be drafted behind a context."""
+        return max(min(k, self.max_context - len(context) + 1), 0) if len(context) else 0
+
+    def draw(self, logits: Float[Tensor, " rows"], generator: torch.Generator) -> "Drawn":
+        """Draw the next token from the draft's own law."""
         if self.law.is_greedy:
-            return Proposal.certain(proposed, self.vocab_size)
-        return Proposal.chain(proposed, Laws.from_dense(self._over_vocabulary(torch.stack(laws))))
+            return Drawn(int(self._tokens[int(logits.argmax())]), torch.empty(0))
+        probs = law_probs(logits, self.law)
+        row = sample_index(probs, float(torch.rand((), generator=generator, dtype=torch.float64)))
+        return Drawn(int(self._tokens[row]), probs)
+
+    def chain(self, drawn: Sequence["Drawn"]) -> Proposal:
+        """Return the proposal of tokens drawn one after another."""
+        token_ids = torch.tensor([one.token_id for one in drawn], dtype=torch.long)
+        if self.law.is_greedy or not drawn:
+            return Proposal.certain(token_ids, self.vocab_size)
+        return Proposal.chain(token_ids, Laws.from_dense(self._over_vocabulary(torch.stack([o.probs for o in drawn]))))
 
     def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
         """Return what the draft gave to each answer's tokens, by position, from one pass over each answer."""
@@ -133,6 +144,45 @@ class CausalLMDrafter:
         wide = probs.new_zeros(len(probs), self.vocab_size)
         wide[:, self._tokens] = probs[:, : len(self._tokens)]
         return wide
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A draft token with the law over the head's rows that it was drawn from; none under a greedy law."""
+
+    token_id: int
+    probs: Float[Tensor, " rows"]
+
+
+@final
+class CausalLMBatch:
+    """A draft model at work on several texts: each of its steps is one pass for all of them."""
+
+    def __init__(self, drafter: CausalLMDrafter, session: BatchSession) -> None:
+        self._drafter = drafter
+        self._session = session
+
+    def propose(
+        self,
+        contexts: Mapping[int, Int[Tensor, " _"]],
+        ks: Mapping[int, int],
+        generators: Sequence[torch.Generator],
+    ) -> dict[int, Proposal]:
+        most = {number: self._drafter.most_tokens(context, ks[number]) for number, context in contexts.items()}
+        drawn: dict[int, list[Drawn]] = {number: [] for number in contexts}
+        texts = {number: context for number, context in contexts.items() if most[number]}
+        while texts:
+            logits = self._session.logits(texts, dict.fromkeys(texts, 1))
+            for number in list(texts):
+                one = self._drafter.draw(logits[number][0], generators[number])
+                drawn[number].append(one)
+                texts[number] = torch.cat([texts[number], texts[number].new_tensor([one.token_id])])
+                if len(drawn[number]) == most[number]:
+                    del texts[number]
+        return {number: self._drafter.chain(tokens) for number, tokens in drawn.items()}
+
+    def drop(self, number: int) -> None:
+        self._session.drop(number)
 
 
 def load_causal_lm_drafter(path: Path, dtype: str = "auto") -> CausalLMDrafter:

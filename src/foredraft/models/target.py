@@ -14,6 +14,7 @@ from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
 from foredraft.core.protocols import Continuation
 from foredraft.models.batch import Batch
+from foredraft.models.batch_session import BatchSession
 from foredraft.models.head import Head
 from foredraft.models.loading import LoadedModel, load_causal_lm, max_context
 from foredraft.models.session import Session
@@ -86,6 +87,10 @@ class LocalTarget:
     def session(self) -> Session:
         """Return a new cache that follows one text; its logits are -inf for rows that are no tokens."""
         return Session(self.model, self._head)
+
+    def batch_session(self, num_texts: int) -> BatchSession:
+        """Return new caches that follow several texts; see `session`."""
+        return BatchSession(self.model, self._head, num_texts)
 
     @torch.no_grad()
     def write(
