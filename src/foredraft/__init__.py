@@ -16,7 +16,7 @@ _PUBLIC = {
     "load_target": "foredraft.models.target:load_target",
     "load_drafter": "foredraft.verbs:load_drafter",
     "open_trace": "foredraft.trace.store:open_trace",
-    "generate": "foredraft.verbs:generate",
+    "generate": "foredraft.generation:generate",
     "evaluate": "foredraft.pool:evaluate_drafters",
 }
 __all__ = ["__version__", *_PUBLIC]

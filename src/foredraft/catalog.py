@@ -17,6 +17,13 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "prompt-lookup": "foredraft.ngram.prompt_lookup:PromptLookup",
         "suffix-automaton": "foredraft.ngram.suffix:context_drafter",
     },
+    # What makes one drafter of another, as `draft+name:option=value`: wrap(drafter, load, **options) -> Drafter, where
+    # load(spec) loads a further drafter.
+    "wrappers": {
+        "tree": "foredraft.decoding.trees:tree",
+        "confident": "foredraft.decoding.stopping:confident",
+        "cascade": "foredraft.decoding.cascade:cascade",
+    },
     # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, manifest, out, progress)
     # -> DraftManifest.
     "builders": {
@@ -46,6 +53,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 }
 _SINGULAR = {
     "drafters": "drafter",
+    "wrappers": "way of drafting",
     "builders": "drafter kind",
     "loaders": "draft kind",
     "losses": "loss",

@@ -347,42 +347,75 @@ def report(
 
 @app.command(
     epilog="""
-Example:
+Examples:
 
     foredraft generate --target my-model --drafter draft --k 4 "Explain speculative decoding."
+
+    foredraft generate --target my-model --drafter "draft+tree:max_nodes=16" --set rule=chain "Hello"
+
+    foredraft generate --target my-model --drafter draft --prompts traffic.jsonl --out answers.jsonl --set batch_size=8
 """
 )
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the user says.")],
     target: TargetName,
-    drafter: Annotated[str, typer.Option(help="Draft folder, hub id or kind; empty decodes plainly.")] = "",
+    overrides: Overrides,
+    stop: Annotated[
+        list[str],
+        typer.Option(
+            help="Text after which an answer ends; can be repeated.", default_factory=list, show_default=False
+        ),
+    ],
+    prompt: Annotated[str, typer.Argument(help="What the user says; or give --prompts.")] = "",
+    prompts: Annotated[str, typer.Option(help="JSONL of prompts to answer instead, into --out.")] = "",
+    out: Annotated[Path | None, typer.Option(help="JSONL of answers; the same command goes on there.")] = None,
+    drafter: Annotated[
+        str, typer.Option(help="Draft folder, hub id or kind, and ways of drafting: draft+tree; empty decodes plainly.")
+    ] = "",
     num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1)] = 4,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
+    top_p: float = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from the text itself, without the chat template.")] = False,
     seed: int = 0,
     dtype: Dtype = "auto",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Answer one prompt by speculative decoding; the law of the answer is the target's."""
+    """Answer prompts by speculative decoding; the law of the answers is the target's.
+
+    --set takes rule, length, longest, cost_ratio, target_growth, fallback_after, pause and batch_size.
+    """
     from foredraft.core.law import SamplingLaw
-    from foredraft.verbs import generate as answer
+    from foredraft.generation import Asked, answer, answer_file, as_prompt
+    from foredraft.recipe import DecodeSettings, PromptSource, settings_from
+    from foredraft.trace.prompts import read_prompts
     from foredraft.verbs import load_drafter
 
+    if bool(prompt) == bool(prompts) or bool(prompts) != bool(out):
+        raise UserError("Give a prompt, or --prompts with --out.")
+    asked = Asked(SamplingLaw(temperature, top_k, top_p), max_new_tokens, tuple(stop), seed, raw)
+    settings = settings_from(DecodeSettings, [f"k={num_draft_tokens}", *overrides])
     loaded = _target(target, dtype, trust_remote_code)
     guesser = load_drafter(drafter, loaded, trust_remote_code) if drafter else None
-    decoded = answer(loaded, guesser, prompt, SamplingLaw(temperature), num_draft_tokens, max_new_tokens, seed)
+    if out is not None:
+        wanted = read_prompts(PromptSource(file=prompts))
+        count = answer_file(loaded, guesser, wanted, asked, settings, out, _progress())
+        _print({"answers": str(out), "new": count}, f"{count} new answers: {out}", as_json)
+        return
+    (found,) = answer(loaded, guesser, [as_prompt(prompt)], asked, settings)
     figures = {
-        "text": decoded.text,
-        "tokens": decoded.tokens,
-        "target_calls": decoded.target_calls,
-        "mean_tokens_per_call": decoded.mean_tokens_per_call,
-        "tokens_per_second": decoded.tokens_per_second,
+        "text": found.text,
+        "tokens": found.tokens,
+        "target_calls": found.target_calls,
+        "mean_tokens_per_call": found.mean_tokens_per_call,
+        "tokens_per_second": found.tokens_per_second,
+        "finish_reason": found.finish_reason,
     }
-    _print(figures, decoded.text, as_json)
+    _print(figures, found.text, as_json)
     _stderr.print(
-        f"{decoded.tokens} tokens, {decoded.target_calls} target calls, "
-        f"{decoded.mean_tokens_per_call:.2f} tokens per call, {decoded.tokens_per_second:.1f} tok/s"
+        f"{found.tokens} tokens, {found.target_calls} target calls, "
+        f"{found.mean_tokens_per_call:.2f} tokens per call, {found.tokens_per_second:.1f} tok/s"
     )
 
 

@@ -189,6 +189,8 @@ class _Run:
         return self._stage(name, step, inputs, lambda out: verbs.init_draft(self.target, train, step.settings, out))
 
     def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:
+        if step.verb == "wrap":
+            return Made(f"{made.spec}+{step.settings}", digest_of([made.key, step.settings]))
         source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
             "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
@@ -288,6 +290,9 @@ def _keys(traces: Sequence[Trace]) -> list[str]:
 
 def _spec_key(spec: str) -> str:
     """Identity of what a spec names: a draft's digest, a folder's files and their sizes, or the words themselves."""
+    base, *wraps = verbs.split_spec(spec)
+    if wraps:
+        return digest_of([_spec_key(base), *wraps])
     folder = Path(spec)
     if (folder / MANIFEST).is_file():
         return read_manifest(folder).digest
@@ -302,7 +307,8 @@ def _named(specs: Sequence[str]) -> dict[str, str]:
     """Name each spec by its last part, numbered where two agree."""
     named: dict[str, str] = {}
     for spec in specs:
-        name = Path(spec).name if Path(spec).exists() else spec
+        base, *wraps = verbs.split_spec(spec)
+        name = "+".join([Path(base).name if Path(base).exists() else base, *wraps])
         number = sum(known == name or known.startswith(f"{name}#") for known in named)
         named[f"{name}#{number + 1}" if number else name] = spec
     return named

@@ -164,6 +164,9 @@ class Step(Settings):
     prune: PruneStep | None = None
     quantize: QuantizeStep | None = None
     head: HeadStep | None = None
+    wrap: str | None = Field(
+        None, description="Another way of drafting with it: tree:max_nodes=16, confident:threshold=0.4."
+    )
 
     @model_validator(mode="after")
     def _one_key(self) -> "Step":
@@ -182,6 +185,26 @@ class Step(Settings):
         """What was given under that key."""
         (name,) = self.model_fields_set
         return getattr(self, name)
+
+
+class DecodeSettings(Settings):
+    """Literal speculative decoding. Every choice keeps the target's law."""
+
+    k: int = Field(
+        4, ge=1, le=64, description="Draft tokens of a block, levels of a tree; the first length if it adapts."
+    )
+    rule: Literal["chain", "block"] = Field("chain", description="Token by token, or the block as a whole.")
+    length: Literal["fixed", "window", "marginal"] = Field(
+        "fixed", description="window: by recent acceptance (0.85 / 0.6); marginal: while one more token pays."
+    )
+    longest: int = Field(16, ge=1, le=64, description="Largest k of a length that adapts.")
+    cost_ratio: float = Field(0.1, gt=0.0, description="marginal: time of a draft step / of a target step.")
+    target_growth: float = Field(
+        0.0, ge=0.0, description="marginal: what one more token adds to a target step, as a share of it."
+    )
+    fallback_after: int = Field(0, ge=0, description="Failed blocks in a row before decoding plainly; 0 never.")
+    pause: int = Field(16, ge=1, description="Plain steps before drafting is tried again.")
+    batch_size: int = Field(1, ge=1, description="Prompts answered at once.")
 
 
 class EvaluateSettings(Settings):
@@ -224,6 +247,8 @@ class Recipe(Settings):
                         else (f"step {position + 1} ({step.verb}) can only come first")
                     )
                     raise ValueError(f"candidate {name!r} {where}")
+                if position and steps[position - 1].verb == "wrap" and step.verb != "wrap":
+                    raise ValueError(f"candidate {name!r}: {step.verb} cannot follow wrap, which changes no file")
                 if step.verb == "from" and step.source not in self.candidates:
                     raise ValueError(f"candidate {name!r} starts from {step.source!r}, which is no candidate")
         _refuse_cycles({name: steps[0].source for name, steps in self.candidates.items()})

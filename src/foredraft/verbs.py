@@ -1,13 +1,15 @@
 """What each verb makes, from folders to folders. The pool chains them; the command line runs them alone."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from inspect import signature
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
 from foredraft.catalog import names, resolve, unknown_name_message
@@ -15,10 +17,9 @@ from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.compress.prune import prune_layers
 from foredraft.compress.quantize import quantize_int8
 from foredraft.core.errors import ModelError, UnknownNameError, UserError, VocabMismatchError
-from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter
-from foredraft.decoding.speculative import Limits, decode, plain_decode
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
@@ -28,7 +29,6 @@ from foredraft.models.head import NO_IDS
 from foredraft.models.loading import first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings, Step
-from foredraft.trace.prompts import NO_DOMAIN, Prompt, render
 from foredraft.trace.store import Trace
 
 _CALIBRATION_ANSWERS = 32
@@ -97,45 +97,6 @@ def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: P
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """An answer in words, and what it took."""
-
-    text: str
-    tokens: int
-    target_calls: int
-    seconds: float
-
-    @property
-    def mean_tokens_per_call(self) -> float:
-        return self.tokens / self.target_calls
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-
-def generate(
-    target: LocalTarget,
-    drafter: Drafter | None,
-    prompt: str,
-    law: SamplingLaw = GREEDY,
-    k: int = 4,
-    max_new_tokens: int = 256,
-    seed: int = 0,
-) -> Generated:
-    """Answer one user turn by speculative decoding, plainly where there is no drafter. The law is the target's."""
-    prompt_ids = render(Prompt("prompt", NO_DOMAIN, ({"role": "user", "content": prompt},)), target.tokenizer)
-    limits = Limits(max_new_tokens, target.stop_ids, target.max_context)
-    generator = torch.Generator().manual_seed(seed)
-    if drafter is None:
-        decoded = plain_decode(target.session(), prompt_ids, law, limits, generator)
-    else:
-        decoded = decode(target.session(), drafter.bind(law), prompt_ids, law, k, limits, generator)
-    text = target.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)
-    return Generated(text, len(decoded.token_ids), decoded.target_calls, decoded.seconds)
-
-
 def learns(step: Step) -> bool:
     """Return whether a step reads what the target wrote."""
     match step.verb:
@@ -151,7 +112,9 @@ def learns(step: Step) -> bool:
 
 def is_reference(step: Step) -> bool:
     """Return whether a step only names a drafter that is made elsewhere or on the spot."""
-    return step.verb in ("from", "checkpoint") or (step.verb == "ngram" and not needs_building(step.settings.kind))
+    return step.verb in ("from", "checkpoint", "wrap") or (
+        step.verb == "ngram" and not needs_building(step.settings.kind)
+    )
 
 
 def refuse_impossible(step: Step, target: LocalTarget) -> None:
@@ -165,6 +128,8 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
             needs_building(step.settings.kind)
         case "init":
             parse_layers(step.settings.layers, target.model.config.num_hidden_layers)
+        case "wrap":
+            _wrapper(step.settings)
         case "distill":
             for loss in filter(None, (*step.settings.loss, step.settings.finish)):
                 resolve("losses", loss)
@@ -192,10 +157,49 @@ def model_free_spec(step: NgramStep) -> str:
 def load_drafter(spec: str, target: LocalTarget, trust_remote_code: bool = False) -> Drafter:
     """Return the drafter that `spec` names: a folder, a hub id, or `kind:option=value,...`.
 
+    Behind it may stand ways of drafting, each applied to what stands before it: `draft+tree:max_nodes=16,width=4`,
+    `draft+confident:threshold=0.4`, `small+cascade:middle=draft`.
+
     Raises:
         VocabMismatchError: it does not speak the target's tokens; the message names the first difference.
         UnknownNameError: it is no folder and no known kind.
+        UserError: a way of drafting does not take such options.
     """
+    base, *wraps = split_spec(spec)
+    drafter = _load_plain(base, target, trust_remote_code)
+    for wrap in wraps:
+        factory, options = _wrapper(wrap)
+        drafter = factory(drafter, partial(load_drafter, target=target, trust_remote_code=trust_remote_code), **options)
+    return drafter
+
+
+def split_spec(spec: str) -> list[str]:
+    """Return what a spec starts from, and the ways of drafting behind it."""
+    return re.split(rf"\+(?=(?:{'|'.join(names('wrappers'))})(?:[:+]|$))", spec)
+
+
+def _wrapper(wrap: str) -> tuple[Callable[..., Drafter], dict[str, Any]]:
+    """Return what makes one drafter of another, and its options.
+
+    Raises:
+        UnknownNameError: no such way of drafting.
+        UserError: it does not take such an option.
+    """
+    name, _, written = wrap.partition(":")
+    factory = resolve("wrappers", name)
+    takes = dict(list(signature(factory).parameters.items())[2:])  # behind the drafter and what loads others
+    options: dict[str, Any] = {}
+    for option, value in _options(written, wrap).items():
+        if option not in takes:
+            raise UserError(f"{wrap}: {name} takes {', '.join(takes)}, not {option}.")
+        kind = type(takes[option].default)
+        if not (isinstance(value, kind) or (kind is float and isinstance(value, int))):
+            raise UserError(f"{wrap}: {option} is a {kind.__name__}, not {value!r}.")
+        options[option] = kind(value)
+    return factory, options
+
+
+def _load_plain(spec: str, target: LocalTarget, trust_remote_code: bool) -> Drafter:
     path = Path(spec)
     kind, _, options = spec.partition(":")
     if (path / MANIFEST).is_file():

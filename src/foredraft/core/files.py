@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,20 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all; keys keep their order."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Add whole lines to a text file; a last line that was cut off by a kill is removed first."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            whole = end if end == 0 else file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.write("".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise _explained(error, path) from error
 
 
 def _flush(path: Path) -> None:

@@ -1,17 +1,19 @@
 """Cascades: a small drafter drafts for a middle model, whose text is the proposal to the target."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foredraft.core.errors import CapabilityError, UserError
 from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs
 from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
+from foredraft.models.causal_lm import CausalLMDrafter
 
 
 @final
@@ -73,3 +75,18 @@ class Cascade:
     def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
         """Return the middle model's figures: tokens are exact, the cost is the middle model's own."""
         return self.middle.replay(answers, k)
+
+
+def cascade(drafter: Drafter, load: Callable[[str], Drafter], middle: str = "", inner_k: int = 2) -> Cascade:
+    """Return what `+cascade:middle=DRAFT` makes of a drafter: it drafts for the middle model.
+
+    Raises:
+        UserError: no middle model is named, or inner_k is not positive.
+        CapabilityError: the middle model cannot say its law over the whole vocabulary.
+    """
+    if not middle or inner_k < 1:
+        raise UserError("A cascade needs middle=DRAFT (folder or hub id) and inner_k of 1 or more.")
+    model = load(middle)
+    if not isinstance(model, CausalLMDrafter):
+        raise CapabilityError(f"{middle} is no language model: a cascade needs one in the middle.")
+    return Cascade(model, model.target_session(), drafter, inner_k)

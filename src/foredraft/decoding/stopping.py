@@ -1,12 +1,13 @@
 """A drafter that stops drafting where its own law is too flat to be worth a try."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs
@@ -85,6 +86,17 @@ class ConfidentDrafter:
                 guessed[position] = True
                 probs[position] = float(int(law.argmax()) == emitted) if self.law.is_greedy else law[emitted]
         return EmittedProbs(probs, guessed)
+
+
+def confident(drafter: Drafter, load: Callable[[str], Drafter], threshold: float = 0.4) -> ConfidentDrafter:
+    """Return what `+confident:...` makes of a drafter.
+
+    Raises:
+        UserError: the threshold is no probability.
+    """
+    if not 0.0 <= threshold <= 1.0:
+        raise UserError(f"threshold must lie in [0, 1], not {threshold}.")
+    return ConfidentDrafter(drafter, threshold)
 
 
 def confidence(law: Float[Tensor, " vocab"], token_id: int) -> float:

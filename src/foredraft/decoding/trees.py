@@ -7,7 +7,7 @@ siblings, renormalised.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foredraft.core.errors import CapabilityError, UserError
-from foredraft.core.law import SamplingLaw, sample_index
+from foredraft.core.law import GREEDY, SamplingLaw, sample_index
 from foredraft.core.proposal import ROOT, Laws, Proposal
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs
 from foredraft.decoding.rules import Uniform, acceptance_probability, residual
@@ -102,8 +102,11 @@ class TreeDrafter:
 
     kind = "tree"
 
-    def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, shape: TreeShape, draws: bool = True) -> None:
+        """Grow trees of `shape`; without `draws` the most probable children stay, whatever law is bound."""
+        self.draws = draws
+        self.drafter = drafter if draws else drafter.bind(GREEDY)
+        drafter = self.drafter
         self.shape = shape
         self._source = drafter.bind(SamplingLaw()) if drafter.law.is_greedy else drafter
 
@@ -124,7 +127,7 @@ class TreeDrafter:
         return self.drafter.num_bytes
 
     def bind(self, law: SamplingLaw) -> "TreeDrafter":
-        return TreeDrafter(self.drafter.bind(law), self.shape)
+        return TreeDrafter(self.drafter.bind(law), self.shape, self.draws)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         """Return a tree of depth k at most."""
@@ -163,8 +166,8 @@ class TreeDrafter:
         """
         if not self.law.is_greedy:
             raise CapabilityError(
-                "A sampled tree cannot be replayed: what its siblings leave depends on tokens that were not emitted. "
-                "Score it by literal decoding, or bind it to a greedy law."
+                "A drawn tree cannot be replayed: what its siblings leave depends on tokens that were not emitted. "
+                "Decode with it literally (foredraft generate), or score the tree of the most probable children."
             )
         return [self._replayed(answer, k) for answer in answers]
 
@@ -197,6 +200,19 @@ class TreeDrafter:
             born.append((token_id, law))
             law = law.index_fill(0, torch.tensor([token_id], device=law.device), 0.0)
         return born
+
+
+def tree(
+    drafter: Drafter,
+    load: Callable[[str], Drafter],
+    max_nodes: int = 16,
+    width: int = 4,
+    width_decay: float = 0.5,
+    min_relative: float = 0.0,
+    drawn: bool = False,
+) -> TreeDrafter:
+    """Return what `+tree:...` makes of a drafter; `drawn` draws the children instead of taking the most probable."""
+    return TreeDrafter(drafter, TreeShape(max_nodes, width, width_decay, min_relative), drawn)
 
 
 def _path(node: int, parents: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from foredraft.checkpoint import MANIFEST, read_manifest
+from foredraft.core.errors import CapabilityError
 from foredraft.core.law import SamplingLaw, law_probs, sample_index, token_logprobs
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
@@ -88,6 +89,19 @@ class CausalLMDrafter:
     def open_batch(self, num_texts: int) -> "CausalLMBatch":
         """Return the same draft at work on several texts."""
         return CausalLMBatch(self, BatchSession(self.draft.model, self._head, num_texts))
+
+    def target_session(self) -> Session:
+        """Return a cache that follows one text, with logits over the vocabulary, for a draft in a target's role.
+
+        Raises:
+            CapabilityError: the head is trimmed, so that some tokens have no logit.
+        """
+        if len(self.draft.head_token_ids):
+            raise CapabilityError(
+                f"The draft computes {len(self.draft.head_token_ids)} of {self.vocab_size} rows of its head: it cannot "
+                "check what another drafter says. Take its twin with the full head."
+            )
+        return Session(self.draft.model, self._head)
 
     def most_tokens(self, context: Int[Tensor, " tokens"], k: int) -> int:
         """Return how many of k tokens can be drafted behind a context."""
