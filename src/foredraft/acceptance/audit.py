@@ -18,6 +18,7 @@ from foredraft.models.target import LocalTarget
 
 _SIMULATIONS = 4000
 _RESAMPLES = 2000
+_POSITIONS = 256
 _DOUBT = 0.005  # share of the simulations on each side that a literal run may fall into and still disagree
 
 
@@ -140,9 +141,13 @@ def _audit(
 
 
 def _emitted_logprobs(session: TargetSession, answer: Answer, law: SamplingLaw) -> Float[Tensor, " answer"]:
-    """Return log target(x) of each answer token x, from one pass."""
-    logits = session.logits(answer.token_ids[:-1], answer.num_tokens)
-    return token_logprobs(logits, answer.token_ids[answer.start :], law)
+    """Return log target(x) of each answer token x; every token is read once, logits are held for a few positions."""
+    parts = []
+    for start in range(answer.start, len(answer.token_ids), _POSITIONS):
+        emitted = answer.token_ids[start : start + _POSITIONS]
+        logits = session.logits(answer.token_ids[: start + len(emitted) - 1], len(emitted))
+        parts.append(token_logprobs(logits, emitted, law))
+    return torch.cat(parts)
 
 
 def _simulated_calls(accepts: Float[np.ndarray, "answer k"], k: int, generator: np.random.Generator) -> np.ndarray:

@@ -19,6 +19,8 @@ from foredraft.models.head import Head
 from foredraft.models.loading import LoadedModel, load_causal_lm, max_context
 from foredraft.models.session import Session
 
+_CACHE_BYTES = 2 << 30
+
 
 def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
     """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
@@ -117,6 +119,32 @@ class LocalTarget:
         self._check(prompts, max_new_tokens)
         if not prompts or max_new_tokens == 0:
             return [_nothing() for _ in prompts]
+        most = self._most_rows(max(len(prompt) for prompt in prompts) + max_new_tokens)
+        written: list[Continuation] = []
+        for start in range(0, len(prompts), most):
+            part = slice(start, start + most)
+            written += self._write(prompts[part], law, max_new_tokens, top, seeds[part], on_tokens, start)
+        return written
+
+    def _most_rows(self, tokens: int) -> int:
+        """Return how many texts of so many tokens are written at once: their caches stay below _CACHE_BYTES."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        row = 2 * config.num_hidden_layers * heads * dim * tokens * self.model.dtype.itemsize
+        return max(1, _CACHE_BYTES // row)
+
+    def _write(
+        self,
+        prompts: Sequence[Int[Tensor, " _"]],
+        law: SamplingLaw,
+        max_new_tokens: int,
+        top: int,
+        seeds: Sequence[int],
+        on_tokens: Callable[[int], None],
+        first: int,
+    ) -> list[Continuation]:
+        """Answer prompts that fit into memory together; `first` is the number of the first one."""
         batch = Batch(self.model, prompts, max_new_tokens)
         uniforms = torch.stack([_uniforms(seed, max_new_tokens) for seed in seeds])
         record = _Record.empty(len(prompts), max_new_tokens, min(top, len(self.tokenizer)))
@@ -127,7 +155,7 @@ class LocalTarget:
             logits = self._head.logits(hidden)
             logprobs = law_logprobs(logits, stored)
             best = logprobs.topk(record.top, dim=-1)
-            _refuse_non_finite(best.values[:, 0], batch, step)
+            _refuse_non_finite(best.values[:, 0], batch, step, first)
             if law.is_greedy:
                 token_ids, emitted = logits.argmax(-1), torch.zeros(len(batch.live))
             else:
@@ -213,12 +241,12 @@ def _nothing() -> Continuation:
     return Continuation(ids, figures, ids.reshape(0, 0), figures.reshape(0, 0), figures, "length")
 
 
-def _refuse_non_finite(largest: Float[Tensor, " rows"], batch: Batch, step: int) -> None:
+def _refuse_non_finite(largest: Float[Tensor, " rows"], batch: Batch, step: int, first: int) -> None:
     """Normalised log-probabilities have a finite largest entry unless a logit was NaN or +infinity."""
     broken = (~largest.isfinite()).nonzero().flatten()
     if len(broken):
         prompt = batch.live[int(broken[0])]
         raise NonFiniteError(
-            f"The target's logits are NaN or infinite for prompt {prompt} at position "
+            f"The target's logits are NaN or infinite for prompt {first + prompt} at position "
             f"{batch.prompt_lengths[prompt] + step} (token {step} of its answer). Try dtype float32."
         )
