@@ -331,6 +331,44 @@ def export(
 
 @app.command(
     epilog="""
+Examples:
+
+    foredraft check my-model my-draft
+
+    foredraft check my-model.gguf my-draft.gguf --runtime llama.cpp --json
+"""
+)
+def check(
+    target: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.")],
+    draft: Annotated[str, typer.Argument(help="Draft folder, transformers folder, .gguf file or hub id.")],
+    runtimes: Annotated[
+        list[str],
+        typer.Option(
+            "--runtime",
+            help="Where the pair must be usable; foredraft and transformers unless given; can be repeated.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    trace: Annotated[Path | None, typer.Option(help="Trace whose text weights the tokens that map.")] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens that the commands ask for.", min=1)] = 4,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read the target's weights too: has it changed behind the draft?")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a draft can serve a target, in which runtime, and what fixes it. Exit status 2 where it cannot."""
+    from foredraft.check import check_pair
+    from foredraft.check_table import check_table
+
+    found = check_pair(target, draft, runtimes, trace, num_draft_tokens, weights)
+    _print(found.to_json(), check_table(found), as_json)
+    if not found.is_usable:
+        raise typer.Exit(2)
+
+
+@app.command(
+    epilog="""
 Example:
 
     foredraft report runs/quickstart

@@ -86,7 +86,7 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         model, tokenizer = _load_gguf(path, dtype)
     else:
         model = load_model(path, dtype, trust_remote_code)
-        tokenizer = _load_tokenizer(path, trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
     _refuse_tokens_without_rows(name, model, tokenizer)
     return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
@@ -247,7 +247,12 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     return model.eval()
 
 
-def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a transformers folder.
+
+    Raises:
+        ModelError: it has none that can be loaded.
+    """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
