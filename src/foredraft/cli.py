@@ -39,6 +39,14 @@ Overrides = Annotated[
     list[str],
     typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False),
 ]
+FailUnder = Annotated[
+    str, typer.Option(help="Exit with status 1 where the metric is less; `compare` takes the change, -2% too.")
+]
+Metric = Annotated[
+    str,
+    typer.Option(help="What --fail-under is about: expected_acceptance, mean_tokens_per_call or predicted_speedup."),
+]
+AllowNoise = Annotated[bool, typer.Option("--allow-noise", help="Fail only where the whole 95 % interval lies under.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let Python code that comes with a model run.")]
@@ -258,16 +266,23 @@ def evaluate_acceptance(
     ] = "",
     limit: Annotated[int, typer.Option(help="Prompts scored; 0 takes all.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    fail_under: FailUnder = "",
+    metric: Metric = "expected_acceptance",
+    allow_noise: AllowNoise = False,
     dtype: Dtype = "auto",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Score drafters by replaying them over what the target itself wrote."""
+    from foredraft.compare import Limit, report_shortfalls
     from foredraft.pool import evaluate_drafters
     from foredraft.recipe import EvaluateSettings, LawSettings, PromptSource, TraceSettings, settings_from
 
     if bool(prompts) == bool(traces):
         raise UserError("Give --prompts, or --trace with answers that the target wrote.")
+    least = Limit.read(fail_under, metric, allow_noise) if fail_under else None
+    if least is not None and least.is_relative:
+        raise UserError("--fail-under takes a percentage only where two drafters are compared: foredraft compare.")
     collecting = TraceSettings(
         prompts=[PromptSource(file=prompts or "shipped", eval=limit)],
         laws=[LawSettings(temperature=temperature) for temperature in temperatures],
@@ -279,6 +294,50 @@ def evaluate_acceptance(
         loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
     )
     _show_report(report, out, as_json)
+    _fail_with(report_shortfalls(report, least) if least else [])
+
+
+@app.command(
+    epilog="""
+Examples:
+
+    foredraft compare runs/before runs/after --fail-under -2%
+
+    foredraft compare runs/mine --drafter prefix-6 --drafter prefix-6-int8
+
+    foredraft compare runs/mine vllm-bench.json --drafter prefix-6
+"""
+)
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run folder or report.json: the baseline.")],
+    drafters: Annotated[
+        list[str],
+        typer.Option(
+            "--drafter",
+            help="A name that both have, or one of each; left out, all names that both have.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    second: Annotated[
+        Path | None,
+        typer.Argument(help="Another one, or a report of `vllm bench serve` or of SGLang's bench_serving."),
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft length; 0 takes the first's best.", min=0)] = 0,
+    fail_under: FailUnder = "",
+    metric: Metric = "expected_acceptance",
+    allow_noise: AllowNoise = False,
+    as_json: Json = False,
+) -> None:
+    """Compare drafters on the same text, paired by prompt: how much, how sure, and how many prompts would tell."""
+    from foredraft.compare import Limit, compare_reports, comparison_json, shortfalls
+    from foredraft.compare_table import comparison_table
+
+    least = Limit.read(fail_under, metric, allow_noise) if fail_under else None
+    found = compare_reports(first, second, drafters, num_draft_tokens)
+    missed = shortfalls(found, least) if least else []
+    _print({"comparisons": comparison_json(found), "under": missed}, comparison_table(found), as_json)
+    _fail_with(missed)
 
 
 @app.command(
@@ -470,6 +529,13 @@ def _show_report(report: dict[str, Any], folder: Path, as_json: bool) -> None:
     _print(report, leaderboard_table(report), as_json)
     if not as_json:
         _stdout.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+
+
+def _fail_with(missed: list[str]) -> None:
+    for sentence in missed:
+        _stderr.print(f"[bold red]under:[/] {_escaped(sentence)}", highlight=False, soft_wrap=True)
+    if missed:
+        raise typer.Exit(1)
 
 
 def _print_draft(out: Path, manifest: "DraftManifest", as_json: bool) -> None:

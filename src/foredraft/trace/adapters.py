@@ -154,7 +154,8 @@ def _sglang_report(row: Row) -> PublishedAcceptance | None:
     length = row.get("accept_length")
     if not isinstance(length, int | float) or not _is_report(row):
         return None
-    server = row.get("server_info") if isinstance(row.get("server_info"), dict) else {}
+    info = row.get("server_info")
+    server = info if isinstance(info, dict) else {}
     steps = server.get("speculative_num_steps") or row.get("speculative_num_steps") or 0
     return PublishedAcceptance(
         runtime="sglang",
