@@ -49,6 +49,9 @@ Metric = Annotated[
 AllowNoise = Annotated[bool, typer.Option("--allow-noise", help="Fail only where the whole 95 % interval lies under.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Adapter = Annotated[
+    str, typer.Option("--target-adapter", help="LoRA adapter that the target is served with: folder or hub id.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let Python code that comes with a model run.")]
 
 
@@ -106,6 +109,7 @@ def collect(
     batch_size: Annotated[int, typer.Option(help="Answers written at once.")] = 48,
     seed: int = 0,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -118,7 +122,7 @@ def collect(
     source = PromptSource(file=prompts)
     settings = TraceSettings(prompts=[source], max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed)
     law = SamplingLaw(temperature, top_k, top_p)
-    loaded = _target(target, dtype, trust_remote_code)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
     info = collect_trace(loaded, read_prompts(source), settings, law, out, _progress()).info
     figures = {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
     _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}", as_json)
@@ -142,6 +146,7 @@ def distill(
     ] = "first-6",
     vocab: Annotated[int, typer.Option(help="Rows of the head to keep; 0 keeps all.")] = 0,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -150,7 +155,7 @@ def distill(
     from foredraft.recipe import DistillStep, InitStep, settings_from
 
     step = settings_from(DistillStep, overrides)
-    loaded, opened = _target(target, dtype, trust_remote_code), _traces(traces)
+    loaded, opened = _target(target, dtype, adapter, trust_remote_code), _traces(traces)
     if draft is None:
         draft = out.with_name(f"{out.name}-untrained")
         if not draft.exists():
@@ -166,14 +171,20 @@ Example:
 """
 )
 def quantize(
-    draft: DraftFolder, target: TargetName, out: Out, overrides: Overrides, dtype: Dtype = "auto", as_json: Json = False
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
 ) -> None:
     """Round a draft's weights to 8 bits."""
     from foredraft import verbs
     from foredraft.recipe import QuantizeStep, settings_from
 
     step = settings_from(QuantizeStep, overrides)
-    _print_draft(out, verbs.quantize_draft(draft, _target(target, dtype), step, out), as_json)
+    _print_draft(out, verbs.quantize_draft(draft, _target(target, dtype, adapter), step, out), as_json)
 
 
 @app.command(
@@ -190,6 +201,7 @@ def prune(
     out: Out,
     overrides: Overrides,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
     """Cut layers out of a draft. Heal it afterwards with `foredraft distill --draft`."""
@@ -197,7 +209,7 @@ def prune(
     from foredraft.recipe import PruneStep, settings_from
 
     step = settings_from(PruneStep, overrides)
-    _print_draft(out, verbs.prune_draft(draft, _target(target, dtype), _traces(traces), step, out), as_json)
+    _print_draft(out, verbs.prune_draft(draft, _target(target, dtype, adapter), _traces(traces), step, out), as_json)
 
 
 @app.command(
@@ -215,6 +227,7 @@ def build_ngram(
     overrides: Overrides,
     kind: Annotated[str, typer.Option(help="What to build.")] = "ngram",
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
     """Build a drafter without a model from what the target wrote."""
@@ -222,7 +235,7 @@ def build_ngram(
     from foredraft.recipe import NgramStep, settings_from
 
     step = settings_from(NgramStep, [f"kind={kind}", *overrides])
-    loaded, opened = _target(target, dtype), _traces(traces)
+    loaded, opened = _target(target, dtype, adapter), _traces(traces)
     _print_draft(out, verbs.build_ngram(loaded, opened, step, out, _progress()), as_json)
 
 
@@ -270,6 +283,7 @@ def evaluate_acceptance(
     metric: Metric = "expected_acceptance",
     allow_noise: AllowNoise = False,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -289,7 +303,7 @@ def evaluate_acceptance(
         max_new_tokens=max_new_tokens,
     )
     settings = settings_from(EvaluateSettings, overrides)
-    loaded = _target(target, dtype, trust_remote_code)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
     report = evaluate_drafters(
         loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
     )
@@ -379,12 +393,13 @@ def export(
     runtime: Annotated[str, typer.Option(help="For which runtime.")] = "transformers",
     num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1)] = 4,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
     """Write a draft as another runtime loads it."""
     from foredraft.verbs import export_draft
 
-    folder = export_draft(draft, _target(target, dtype), runtime, num_draft_tokens, out)
+    folder = export_draft(draft, _target(target, dtype, adapter), runtime, num_draft_tokens, out)
     _print({"runtime": runtime, "folder": str(folder)}, f"For {runtime}: {folder}", as_json)
 
 
@@ -458,6 +473,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     seed: int = 0,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -466,7 +482,7 @@ def generate(
     from foredraft.verbs import generate as answer
     from foredraft.verbs import load_drafter
 
-    loaded = _target(target, dtype, trust_remote_code)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
     guesser = load_drafter(drafter, loaded, trust_remote_code) if drafter else None
     decoded = answer(loaded, guesser, prompt, SamplingLaw(temperature), num_draft_tokens, max_new_tokens, seed)
     figures = {
@@ -511,10 +527,10 @@ def _progress() -> "Progress":
     return progress_for(_stderr)
 
 
-def _target(name: str, dtype: str, trust_remote_code: bool = False) -> "LocalTarget":
+def _target(name: str, dtype: str, adapter: str, trust_remote_code: bool = False) -> "LocalTarget":
     from foredraft.models.target import load_target
 
-    return load_target(name, dtype, trust_remote_code)
+    return load_target(name, dtype, trust_remote_code, adapter)
 
 
 def _traces(folders: list[Path]) -> "list[Trace]":

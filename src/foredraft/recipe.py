@@ -46,6 +46,7 @@ class TargetSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the processor computes in it, else float32."
     )
+    adapter: str = Field("", description="Folder or hub id of a LoRA adapter that the target is served with.")
 
 
 class LawSettings(Settings):
