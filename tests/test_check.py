@@ -368,6 +368,14 @@ def test_what_foredraft_cannot_load_is_refused_with_the_reason(
     assert fault in reasons(found.verdicts[0])
 
 
+def test_weights_that_foredraft_never_reads_are_a_fault(pairs: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pairs["draft"], tmp_path / "draft"))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pickle (pytorch_model.bin)" in reasons(check_pair(str(pairs["target"]), str(folder)).verdicts[0])
+    (folder / "pytorch_model.bin").unlink()
+    assert "no *.safetensors" in reasons(check_pair(str(pairs["target"]), str(folder)).verdicts[0])
+
+
 def test_what_is_no_model_and_no_runtime_is_an_error(pairs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="it has no config.json"):
         check_pair(str(pairs["target"]), str(tmp_path))

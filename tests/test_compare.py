@@ -20,6 +20,7 @@ from foredraft.models.target import load_target
 from foredraft.pool import evaluate_drafters
 from foredraft.recipe import EvaluateSettings
 from foredraft.trace.store import Trace
+from tests.made_up_costs import costs_as_said
 from tests.test_trace_adapters import SGLANG, VLLM
 from tests.tiny import save_tiny
 from tests.traces import build_trace, trace_row
@@ -28,7 +29,8 @@ SETTINGS = EvaluateSettings(num_draft_tokens=[1, 2], audit_prompts=0, cost_repea
 
 
 def scored(folder: Path, target: Path, specs: list[str], traces: list[Trace]) -> Path:
-    evaluate_drafters(load_target(str(target), "float32"), specs, traces, folder, SETTINGS)
+    with costs_as_said():
+        evaluate_drafters(load_target(str(target), "float32"), specs, traces, folder, SETTINGS)
     return folder
 
 
@@ -284,7 +286,7 @@ def test_evaluate_acceptance_fails_under_its_limit(
     words += ["--trace", str(trace), "--out", str(tmp_path / "out"), "--dtype", "float32", "--fail-under", limit]
     words += ["--set", "num_draft_tokens=1", "--set", "audit_prompts=0", "--set", "cost_repeats=3", "--json"]
     monkeypatch.setattr(sys, "argv", ["foredraft", *words])
-    with pytest.raises(SystemExit) as ended:
+    with costs_as_said(), pytest.raises(SystemExit) as ended:
         main()
     assert int(ended.value.code or 0) == status
     assert ("under 1.01" in capsys.readouterr().err) == (status == 1)

@@ -22,6 +22,7 @@ from foredraft.models.loading import load_causal_lm
 from foredraft.models.quantized import missing_package
 from foredraft.models.target import load_target
 from foredraft.trace.store import open_trace
+from tests.made_up_costs import costs_as_said
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 TEXT = torch.arange(3, 40)[None]
@@ -194,7 +195,7 @@ def test_nothing_is_missing_for_plain_weights_and_for_installed_packages() -> No
 
 def foredraft(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["foredraft", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
+    with costs_as_said(), pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
 

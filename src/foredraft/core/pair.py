@@ -209,7 +209,8 @@ def _settings(pair: PairFacts) -> Iterator[Finding]:
             )
             yield Finding(
                 f"The {whose}'s generation_config.json sets {name} = {value}: {effect}.",
-                f"Take {name} out of {facts.source}/generation_config.json, or serve without it.",
+                f"Take {name} out of {facts.source}/generation_config.json, or serve without it (vLLM: "
+                "--generation-config vllm; SGLang: --sampling-defaults openai).",
             )
     if pair.target.settings.get("do_sample"):
         values = [

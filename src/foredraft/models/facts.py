@@ -22,7 +22,7 @@ from foredraft.models.quantized import missing_package
 
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_HEADS = frozenset(("lm_head.weight", "embed_out.weight", "output.weight", "language_model.lm_head.weight"))
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _RECURRENT = frozenset((
@@ -113,7 +113,7 @@ def _folder_side(source: str, path: Path, manifest: DraftManifest | None) -> Sid
     architecture = str((config.get("architectures") or ["unknown"])[0])
     tokenizer, named = _folder_tokenizer(path)
     tokens = _tokens(tokenizer, named)
-    has_head = any(name.endswith(_HEADS) for name in header) if header else None
+    has_head = any(name in _HEADS for name in header) if header else None
     stops = settings.get("eos_token_id", text_config.get("eos_token_id"))
     facts = ModelFacts(
         source=source,
@@ -196,8 +196,10 @@ def _fault(source: str, path: Path, config: Mapping[str, Any], architecture: str
         return f"{source} is a {architecture}, no causal language model."
     if config.get("is_encoder_decoder"):
         return f"{source} is an encoder with a decoder, no causal language model."
-    if any(path.glob("*.safetensors")) is False and (pickles := [f for kind in _PICKLES for f in path.glob(kind)]):
-        return f"{source} holds its weights as pickle ({pickles[0].name}), which is never read: convert to safetensors."
+    if Path(source).expanduser().is_dir() and not any(path.glob("*.safetensors")):
+        pickles = [file.name for kind in _PICKLES for file in path.glob(kind)]
+        held = f"its weights as pickle ({pickles[0]}), which is never read" if pickles else "no *.safetensors"
+        return f"{source} holds {held}."
     if missing := missing_package(config):
         return f"{source} {missing}"
     return f"{source} has no tokenizer." if no_tokenizer else ""
