@@ -286,14 +286,14 @@ def test_a_generation_config_trap_is_read_from_the_file(pairs: dict[str, Path], 
 
 
 def test_a_trace_weights_the_tokens_that_map_by_use(pairs: dict[str, Path], tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "wordy", num_layers=1)
-    tiny_tokenizer(("sea",)).save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
+    folder, tokenizer = save_tiny(tmp_path / "wordy", num_layers=1), tiny_tokenizer()
+    wordy = tiny_tokenizer()
+    wordy.add_tokens(["sea"])
+    wordy.save_pretrained(folder)
     ids = tokenizer("seasea!")["input_ids"]
     trace = build_trace(tmp_path / "trace", [trace_row("a", [1], ids)], SamplingLaw(0.0))
     pair = check_pair(str(pairs["target"]), str(folder), trace=trace.path).pair
-    needed = read_side(str(folder)).tokenizer.encode("seasea!").ids
-    assert pair.traffic_shared == pytest.approx(sum(index != 259 for index in needed) / len(needed))
+    assert pair.traffic_shared == pytest.approx(1 / 3)
     assert pair.shared == pytest.approx(259 / 260)
     other = build_trace(tmp_path / "wide", [trace_row("a", [1], ids)], SamplingLaw(0.0), vocab_size=99)
     with pytest.raises(TraceError, match="99 rows"):

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from foredraft.cli import main
-from foredraft.compare import Beside, Comparison, Limit, compare_reports, comparison_json, report_shortfalls, shortfalls
+from foredraft.compare import Beside, Comparison, compare_reports, comparison_json
 from foredraft.compare_table import comparison_table
 from foredraft.core.errors import UnknownNameError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.limits import Limit, report_shortfalls, shortfalls
 from foredraft.models.target import load_target
 from foredraft.pool import evaluate_drafters
 from foredraft.recipe import EvaluateSettings

@@ -288,7 +288,7 @@ def evaluate_acceptance(
     trust_remote_code: Trust = False,
 ) -> None:
     """Score drafters by replaying them over what the target itself wrote."""
-    from foredraft.compare import Limit, report_shortfalls
+    from foredraft.limits import Limit, report_shortfalls
     from foredraft.pool import evaluate_drafters
     from foredraft.recipe import EvaluateSettings, LawSettings, PromptSource, TraceSettings, settings_from
 
@@ -344,8 +344,9 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare drafters on the same text, paired by prompt: how much, how sure, and how many prompts would tell."""
-    from foredraft.compare import Limit, compare_reports, comparison_json, shortfalls
+    from foredraft.compare import compare_reports, comparison_json
     from foredraft.compare_table import comparison_table
+    from foredraft.limits import Limit, shortfalls
 
     least = Limit.read(fail_under, metric, allow_noise) if fail_under else None
     found = compare_reports(first, second, drafters, num_draft_tokens)
