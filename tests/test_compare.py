@@ -98,6 +98,15 @@ def test_a_run_compared_with_itself_differs_by_nothing(runs: dict[str, Path]) ->
     assert "NaN" not in json.dumps(comparison_json(compared(runs["before"], runs["before"])), allow_nan=False)
 
 
+def test_a_difference_that_shows_as_nothing_is_called_equal(runs: dict[str, Path]) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(comparison_table(compared(runs["before"], runs["before"])))
+    shown = console.export_text()
+    assert shown.count("equal") == 6
+    assert "better" not in shown
+    assert "costs as measured" in shown
+
+
 def test_the_other_way_round_the_signs_change(runs: dict[str, Path]) -> None:
     there, back = compared(runs["before"], runs["after"], k=1), compared(runs["after"], runs["before"], k=1)
     for one, other in zip(there, back, strict=True):

@@ -23,6 +23,8 @@ def _comparison(one: Comparison) -> Table:
     prompts = len(one.first.counts.prompts)
     title = f"{one.first.law}, {prompts} prompts, {one.first.counts.tokens:,} tokens, k = {one.k}"
     table = _table(f"{one.first.drafter}: {title}" if same else title)
+    table.caption = Text("Intervals are over prompts; predicted_speedup takes the costs as measured.", style="dim")
+    table.caption_justify = "left"
     table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(name, overflow="fold")
@@ -37,6 +39,8 @@ def _comparison(one: Comparison) -> Table:
 def _cells(change: Change) -> list[str]:
     found, needed = change.difference, change.paired.prompts_needed
     verdict = "inside the noise" if change.paired.is_inside_noise else "better" if found.value > 0 else "worse"
+    if f"{abs(found.value):.3f}" == "0.000":
+        verdict, needed = "equal", math.inf
     return [
         change.metric,
         number(change.first, 3),
