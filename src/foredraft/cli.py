@@ -39,8 +39,19 @@ Overrides = Annotated[
     list[str],
     typer.Option("--set", help="key=value as in a recipe; can be repeated.", default_factory=list, show_default=False),
 ]
+FailUnder = Annotated[
+    str, typer.Option(help="Exit with status 1 where the metric is less; `compare` takes the change, -2% too.")
+]
+Metric = Annotated[
+    str,
+    typer.Option(help="What --fail-under is about: expected_acceptance, mean_tokens_per_call or predicted_speedup."),
+]
+AllowNoise = Annotated[bool, typer.Option("--allow-noise", help="Fail only where the whole 95 % interval lies under.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Adapter = Annotated[
+    str, typer.Option("--target-adapter", help="LoRA adapter that the target is served with: folder or hub id.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let Python code that comes with a model run.")]
 
 
@@ -98,6 +109,7 @@ def collect(
     batch_size: Annotated[int, typer.Option(help="Answers written at once.")] = 48,
     seed: int = 0,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -110,7 +122,7 @@ def collect(
     source = PromptSource(file=prompts)
     settings = TraceSettings(prompts=[source], max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed)
     law = SamplingLaw(temperature, top_k, top_p)
-    loaded = _target(target, dtype, trust_remote_code)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
     info = collect_trace(loaded, read_prompts(source), settings, law, out, _progress()).info
     figures = {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
     _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}", as_json)
@@ -134,6 +146,7 @@ def distill(
     ] = "first-6",
     vocab: Annotated[int, typer.Option(help="Rows of the head to keep; 0 keeps all.")] = 0,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -142,7 +155,7 @@ def distill(
     from foredraft.recipe import DistillStep, InitStep, settings_from
 
     step = settings_from(DistillStep, overrides)
-    loaded, opened = _target(target, dtype, trust_remote_code), _traces(traces)
+    loaded, opened = _target(target, dtype, adapter, trust_remote_code), _traces(traces)
     if draft is None:
         draft = out.with_name(f"{out.name}-untrained")
         if not draft.exists():
@@ -158,14 +171,20 @@ Example:
 """
 )
 def quantize(
-    draft: DraftFolder, target: TargetName, out: Out, overrides: Overrides, dtype: Dtype = "auto", as_json: Json = False
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
 ) -> None:
     """Round a draft's weights to 8 bits."""
     from foredraft import verbs
     from foredraft.recipe import QuantizeStep, settings_from
 
     step = settings_from(QuantizeStep, overrides)
-    _print_draft(out, verbs.quantize_draft(draft, _target(target, dtype), step, out), as_json)
+    _print_draft(out, verbs.quantize_draft(draft, _target(target, dtype, adapter), step, out), as_json)
 
 
 @app.command(
@@ -182,6 +201,7 @@ def prune(
     out: Out,
     overrides: Overrides,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
     """Cut layers out of a draft. Heal it afterwards with `foredraft distill --draft`."""
@@ -189,7 +209,7 @@ def prune(
     from foredraft.recipe import PruneStep, settings_from
 
     step = settings_from(PruneStep, overrides)
-    _print_draft(out, verbs.prune_draft(draft, _target(target, dtype), _traces(traces), step, out), as_json)
+    _print_draft(out, verbs.prune_draft(draft, _target(target, dtype, adapter), _traces(traces), step, out), as_json)
 
 
 @app.command(
@@ -207,6 +227,7 @@ def build_ngram(
     overrides: Overrides,
     kind: Annotated[str, typer.Option(help="What to build.")] = "ngram",
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
     """Build a drafter without a model from what the target wrote."""
@@ -214,7 +235,7 @@ def build_ngram(
     from foredraft.recipe import NgramStep, settings_from
 
     step = settings_from(NgramStep, [f"kind={kind}", *overrides])
-    loaded, opened = _target(target, dtype), _traces(traces)
+    loaded, opened = _target(target, dtype, adapter), _traces(traces)
     _print_draft(out, verbs.build_ngram(loaded, opened, step, out, _progress()), as_json)
 
 
@@ -258,27 +279,80 @@ def evaluate_acceptance(
     ] = "",
     limit: Annotated[int, typer.Option(help="Prompts scored; 0 takes all.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    fail_under: FailUnder = "",
+    metric: Metric = "expected_acceptance",
+    allow_noise: AllowNoise = False,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Score drafters by replaying them over what the target itself wrote."""
+    from foredraft.limits import Limit, report_shortfalls
     from foredraft.pool import evaluate_drafters
     from foredraft.recipe import EvaluateSettings, LawSettings, PromptSource, TraceSettings, settings_from
 
     if bool(prompts) == bool(traces):
         raise UserError("Give --prompts, or --trace with answers that the target wrote.")
+    least = Limit.read(fail_under, metric, allow_noise) if fail_under else None
+    if least is not None and least.is_relative:
+        raise UserError("--fail-under takes a percentage only where two drafters are compared: foredraft compare.")
     collecting = TraceSettings(
         prompts=[PromptSource(file=prompts or "shipped", eval=limit)],
         laws=[LawSettings(temperature=temperature) for temperature in temperatures],
         max_new_tokens=max_new_tokens,
     )
     settings = settings_from(EvaluateSettings, overrides)
-    loaded = _target(target, dtype, trust_remote_code)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
     report = evaluate_drafters(
         loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
     )
     _show_report(report, out, as_json)
+    _fail_with(report_shortfalls(report, least) if least else [])
+
+
+@app.command(
+    epilog="""
+Examples:
+
+    foredraft compare runs/before runs/after --fail-under -2%
+
+    foredraft compare runs/mine --drafter prefix-6 --drafter prefix-6-int8
+
+    foredraft compare runs/mine vllm-bench.json --drafter prefix-6
+"""
+)
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run folder or report.json: the baseline.")],
+    drafters: Annotated[
+        list[str],
+        typer.Option(
+            "--drafter",
+            help="A name that both have, or one of each; left out, all names that both have.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    second: Annotated[
+        Path | None,
+        typer.Argument(help="Another one, or a report of `vllm bench serve` or of SGLang's bench_serving."),
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft length; 0 takes the first's best.", min=0)] = 0,
+    fail_under: FailUnder = "",
+    metric: Metric = "expected_acceptance",
+    allow_noise: AllowNoise = False,
+    as_json: Json = False,
+) -> None:
+    """Compare drafters on the same text, paired by prompt: how much, how sure, and how many prompts would tell."""
+    from foredraft.compare import compare_reports, comparison_json
+    from foredraft.compare_table import comparison_table
+    from foredraft.limits import Limit, shortfalls
+
+    least = Limit.read(fail_under, metric, allow_noise) if fail_under else None
+    found = compare_reports(first, second, drafters, num_draft_tokens)
+    missed = shortfalls(found, least) if least else []
+    _print({"comparisons": comparison_json(found), "under": missed}, comparison_table(found), as_json)
+    _fail_with(missed)
 
 
 @app.command(
@@ -320,13 +394,52 @@ def export(
     runtime: Annotated[str, typer.Option(help="For which runtime.")] = "transformers",
     num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1)] = 4,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
     """Write a draft as another runtime loads it."""
     from foredraft.verbs import export_draft
 
-    folder = export_draft(draft, _target(target, dtype), runtime, num_draft_tokens, out)
+    folder = export_draft(draft, _target(target, dtype, adapter), runtime, num_draft_tokens, out)
     _print({"runtime": runtime, "folder": str(folder)}, f"For {runtime}: {folder}", as_json)
+
+
+@app.command(
+    epilog="""
+Examples:
+
+    foredraft check my-model my-draft
+
+    foredraft check my-model.gguf my-draft.gguf --runtime llama.cpp --json
+"""
+)
+def check(
+    target: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.")],
+    draft: Annotated[str, typer.Argument(help="Draft folder, transformers folder, .gguf file or hub id.")],
+    runtimes: Annotated[
+        list[str],
+        typer.Option(
+            "--runtime",
+            help="Where the pair must be usable; foredraft and transformers unless given; can be repeated.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    trace: Annotated[Path | None, typer.Option(help="Trace whose text weights the tokens that map.")] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens that the commands ask for.", min=1)] = 4,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read the target's weights too: has it changed behind the draft?")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a draft can serve a target, in which runtime, and what fixes it. Exit status 2 where it cannot."""
+    from foredraft.check import check_pair
+    from foredraft.check_table import check_table
+
+    found = check_pair(target, draft, runtimes, trace, num_draft_tokens, weights)
+    _print(found.to_json(), check_table(found), as_json)
+    if not found.is_usable:
+        raise typer.Exit(2)
 
 
 @app.command(
@@ -379,6 +492,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the text itself, without the chat template.")] = False,
     seed: int = 0,
     dtype: Dtype = "auto",
+    adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -396,7 +510,7 @@ def generate(
         raise UserError("Give a prompt, or --prompts with --out.")
     asked = Asked(SamplingLaw(temperature, top_k, top_p), max_new_tokens, tuple(stop), seed, raw)
     settings = settings_from(DecodeSettings, [f"k={num_draft_tokens}", *overrides])
-    loaded = _target(target, dtype, trust_remote_code)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
     guesser = load_drafter(drafter, loaded, trust_remote_code) if drafter else None
     if out is not None:
         wanted = read_prompts(PromptSource(file=prompts))
@@ -447,10 +561,10 @@ def _progress() -> "Progress":
     return progress_for(_stderr)
 
 
-def _target(name: str, dtype: str, trust_remote_code: bool = False) -> "LocalTarget":
+def _target(name: str, dtype: str, adapter: str, trust_remote_code: bool = False) -> "LocalTarget":
     from foredraft.models.target import load_target
 
-    return load_target(name, dtype, trust_remote_code)
+    return load_target(name, dtype, trust_remote_code, adapter)
 
 
 def _traces(folders: list[Path]) -> "list[Trace]":
@@ -465,6 +579,13 @@ def _show_report(report: dict[str, Any], folder: Path, as_json: bool) -> None:
     _print(report, leaderboard_table(report), as_json)
     if not as_json:
         _stdout.print(f"Report: {folder / 'report.html'}", soft_wrap=True)
+
+
+def _fail_with(missed: list[str]) -> None:
+    for sentence in missed:
+        _stderr.print(f"[bold red]under:[/] {_escaped(sentence)}", highlight=False, soft_wrap=True)
+    if missed:
+        raise typer.Exit(1)
 
 
 def _print_draft(out: Path, manifest: "DraftManifest", as_json: bool) -> None:

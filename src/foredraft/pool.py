@@ -62,7 +62,7 @@ def run_recipe(
     """
     workspace = Workspace.open(out)
     prompts = split_sources(recipe.trace.prompts, recipe.trace.seed)
-    target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code)
+    target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code, recipe.target.adapter)
     for steps in recipe.candidates.values():
         for step in steps:
             verbs.refuse_impossible(step, target)

@@ -46,6 +46,7 @@ class TargetSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the processor computes in it, else float32."
     )
+    adapter: str = Field("", description="Folder or hub id of a LoRA adapter that the target is served with.")
 
 
 class LawSettings(Settings):
@@ -62,7 +63,11 @@ class LawSettings(Settings):
 class PromptSource(Settings):
     """Where prompts come from, and how many are for training and for evaluation."""
 
-    file: str = Field("", description="JSONL with prompt, messages or turns; `shipped` for the package's own set.")
+    file: str = Field(
+        "",
+        description="JSONL with prompt, messages or turns, or a question file of Spec-Bench, MT-bench, HumanEval or "
+        "GSM8K; may be packed by gzip. `shipped` for the package's own set.",
+    )
     dataset: str = Field("", description="A `datasets` id or folder, instead of file.")
     split: str = Field("train", description="Split of the dataset.")
     domains: list[str] = Field([], description="Keep only these domains; empty keeps all.")

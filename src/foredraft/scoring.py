@@ -72,7 +72,7 @@ def evaluate(
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
     described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
-    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump()])
+    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump(), "with counts"])
     path = workspace.root / "scores" / f"report-{key[:8]}.json"
     if not path.is_file():
         write_json(path, _Evaluation(target, contenders, settings, workspace, progress).report(traces))
@@ -142,18 +142,31 @@ class _Evaluation:
             "parameters": self._target.num_parameters,
             "bytes": self._target.num_bytes,
         }
-        return build_report(target, laws, facts)
+        report = build_report(target, laws, facts)
+        for law, trace in zip(report["laws"], traces, strict=True):
+            self._point_to_counts(law, trace)
+        return report
+
+    def _point_to_counts(self, law: dict[str, Any], trace: Trace) -> None:
+        """Say on which text a law was scored, and in which file each drafter's counts by prompt lie."""
+        law["trace"] = trace.digest
+        for entry in law["drafters"]:
+            _, path = self._place("score", self._score_inputs(entry["name"], trace))
+            entry["counts"] = str(path.relative_to(self._workspace.root))
 
     def _reports(self, trace: Trace) -> dict[str, AcceptanceReport]:
-        ks, reports = self._settings.num_draft_tokens, {}
+        reports = {}
         for name, drafter in self._drafters.items():
             data = self._kept(
                 f"score {name} {trace.info.law}",
-                [self._contenders[name].key, trace.digest, ks],
+                self._score_inputs(name, trace),
                 partial(self._scored, name, drafter, trace),
             )
             reports[name] = AcceptanceReport.from_json(data)
         return reports
+
+    def _score_inputs(self, name: str, trace: Trace) -> list[Any]:
+        return [self._contenders[name].key, trace.digest, self._settings.num_draft_tokens]
 
     def _scored(self, name: str, drafter: Drafter, trace: Trace) -> dict[str, Any]:
         return score(name, drafter, trace, self._settings.num_draft_tokens, self._progress).to_json()
@@ -192,10 +205,13 @@ class _Evaluation:
         return LawScores(law, reports, costs, {name: Audit(**found) for name, found in audits.items()})
 
     def _kept(self, name: str, inputs: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        key = digest_of([name.split()[0], inputs])
-        path = self._workspace.root / "scores" / f"{name.split()[0]}-{key}.json"
+        key, path = self._place(name.split()[0], inputs)
         self._workspace.stage(name, key, path, lambda out: write_json(out, make()))
         return json.loads(path.read_text(encoding="utf-8"))
+
+    def _place(self, what: str, inputs: Any) -> tuple[str, Path]:
+        key = digest_of([what, inputs])
+        return key, self._workspace.root / "scores" / f"{what}-{key}.json"
 
 
 def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:

@@ -1,5 +1,6 @@
 """What each verb makes, from folders to folders. The pool chains them; the command line runs them alone."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +31,8 @@ from foredraft.models.loading import first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings, Step
 from foredraft.trace.store import Trace
+
+_log = logging.getLogger(__name__)
 
 _CALIBRATION_ANSWERS = 32
 
@@ -93,6 +96,8 @@ def build_ngram(
 
 def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: Path) -> Path:
     """Write a draft as `runtime` loads it, tuned to k draft tokens a block."""
+    if (source / MANIFEST).is_file():
+        _warn_of_changed_target(source, read_manifest(source), target)
     resolve("exporters", runtime)(source, target, k, out)
     return out
 
@@ -232,7 +237,17 @@ def _manifest_for(source: Path, target: LocalTarget) -> DraftManifest:
             f"{manifest.tokenizer_fingerprint[:8]}), not for {target.name} ({target.vocab_size} tokens, "
             f"{target.tokenizer_fingerprint[:8]}). Make a draft from this target."
         )
+    _warn_of_changed_target(source, manifest, target)
     return manifest
+
+
+def _warn_of_changed_target(source: Path, manifest: DraftManifest, target: LocalTarget) -> None:
+    if manifest.target_fingerprint != target.fingerprint:
+        _log.warning(
+            "The target behind %s has changed: it was made for %s with %s, this is %s with %s (other weights, settings "
+            "or precision). Its recorded figures are of the other target.",
+            source, manifest.target, manifest.target_fingerprint[:8], target.name, target.fingerprint[:8],
+        )  # fmt: skip
 
 
 def _blank(target: LocalTarget, kind: str) -> DraftManifest:

@@ -79,11 +79,15 @@ def audit(
 ) -> dict[str, Audit]:
     """Decode each prompt plainly and with each drafter in turn, and compare with replay and with the clock.
 
+    Without prompts there is nothing to say of any drafter.
+
     Args:
         drafters: By name, with the draft length of each; bound to the law they draw from.
         prompts: Token ids, each with room for max_new_tokens in the target's context.
         seed: Of the generators, one a prompt and drafter.
     """
+    if not prompts:
+        return {}
     limits = Limits(max_new_tokens, target.stop_ids, target.max_context)
     plain: list[Decoded] = []
     literal: dict[str, list[Decoded]] = {name: [] for name in drafters}

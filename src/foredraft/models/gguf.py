@@ -91,6 +91,14 @@ def read_gguf(path: Path) -> tuple[PreTrainedConfig, dict[str, Tensor], PreTrain
     return _read_config(file, tied), state_dict, tokenizer
 
 
+def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer that a file's metadata describe; None for a kind that is not read."""
+    try:
+        return _read_tokenizer(_File(path, fields, {}))
+    except (ModelError, ValueError, IndexError, TypeError, KeyError):
+        return None
+
+
 def _open(path: Path) -> _File:
     try:
         reader = GGUFReader(path)

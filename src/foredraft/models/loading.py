@@ -33,9 +33,11 @@ from transformers.utils import logging as hf_logging
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import ModelError
+from foredraft.models.adapter import merge_adapter
 from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
 from foredraft.models.int8 import has_int8_body, load_int8
+from foredraft.models.quantized import missing_package
 from foredraft.recipe import QUICKSTART_TARGET
 
 _log = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class LoadedModel:
     path: Path = Path()
 
 
-def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = False, adapter: str = "") -> LoadedModel:
     """Load a folder, a .gguf file or a hub id.
 
     Where the hub cannot be reached, the quickstart's target is the GGUF file that the package
@@ -78,6 +80,8 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         source: Where the model is.
         dtype: A key of float32, bfloat16, float16, or auto (see resolve_dtype).
         trust_remote_code: Whether Python code in the folder or repository may run.
+        adapter: Folder or hub id of a LoRA adapter to merge in; empty for none. Name and fingerprint are then
+            those of the two together.
 
     Raises:
         ModelError: it is no causal language model, or cannot be reached; the message says what to do.
@@ -87,8 +91,11 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         model, tokenizer = _load_gguf(path, dtype)
     else:
         model = load_model(path, dtype, trust_remote_code)
-        tokenizer = _load_tokenizer(path, trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
+    if adapter:
+        model = merge_adapter(model, _locate(adapter, trust_remote_code), name)
+        name = f"{name}+{Path(adapter).name}"
     _refuse_tokens_without_rows(name, model, tokenizer)
     return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
 
@@ -220,6 +227,7 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def _read_folder(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    _refuse_missing_package(path)
     if has_int8_body(path):
         return load_int8(path, dtype), _NOTHING_MISSING
     return AutoModelForCausalLM.from_pretrained(
@@ -238,7 +246,7 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     try:
         with without_bars():
             model, report = load()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         remedy = " Pass --trust-remote-code if you trust it." if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}{remedy}") from error
     gaps = [f"{key} is missing" for key in sorted(report["missing_keys"])]
@@ -249,7 +257,12 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     return model.eval()
 
 
-def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a transformers folder.
+
+    Raises:
+        ModelError: it has none that can be loaded.
+    """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -269,6 +282,11 @@ def _refuse_other_folders(path: Path) -> None:
                 "Convert them to safetensors with model.save_pretrained."
             )
         raise ModelError(f"{path} is no model folder: it has no *.safetensors.")
+
+
+def _refuse_missing_package(path: Path) -> None:
+    if missing := missing_package(json.loads((path / "config.json").read_text(encoding="utf-8"))):
+        raise ModelError(f"{path} {missing}")
 
 
 def _refuse_tokens_without_rows(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

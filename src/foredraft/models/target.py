@@ -22,9 +22,9 @@ from foredraft.models.session import Session
 _CACHE_BYTES = 2 << 30
 
 
-def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False) -> "LocalTarget":
-    """Load a target from a folder, a .gguf file or a hub id; see load_causal_lm."""
-    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code))
+def load_target(source: str, dtype: str = "auto", trust_remote_code: bool = False, adapter: str = "") -> "LocalTarget":
+    """Load a target from a folder, a .gguf file or a hub id, with a LoRA adapter if named; see load_causal_lm."""
+    return LocalTarget(load_causal_lm(source, dtype, trust_remote_code, adapter))
 
 
 @final

@@ -16,6 +16,7 @@ from torch import Tensor
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import PromptError
 from foredraft.recipe import SHIPPED_PROMPTS, PromptSource
+from foredraft.trace.adapters import adapted, unpacked
 
 NO_DOMAIN = "unlabelled"
 
@@ -65,7 +66,7 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
     elif source.file == SHIPPED_PROMPTS:
         name, rows = source.file, _jsonl_rows(files("foredraft").joinpath("data/prompts.jsonl").read_bytes(), "shipped")
     else:
-        name, rows = source.file, _jsonl_rows(_file_bytes(Path(source.file)), source.file)
+        name, rows = source.file, _jsonl_rows(unpacked(_file_bytes(Path(source.file)), source.file), source.file)
     prompts = _with_own_ids((_prompt(row, where), where) for row, where in rows)
     if not prompts:
         raise PromptError(f"{name} holds no prompts.")
@@ -154,6 +155,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _prompt(row: Any, where: str) -> Prompt:
     """Check one row; its id is empty where it has none."""
+    row = adapted(row, where)
     _require(isinstance(row, dict), where, "a row must be an object with prompt, messages or turns")
     given = [form for form in _FORMS if form in row]
     _require(
