@@ -12,9 +12,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foredraft.acceptance.audit import Audit, audit
+from foredraft.acceptance.batches import measure_batch
 from foredraft.acceptance.cost import Costs, measure_costs
 from foredraft.acceptance.evaluate import score
 from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report
+from foredraft.acceptance.prediction import passes_json, with_hardware
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.acceptance.wording import Figure
 from foredraft.core.digest import digest_of
@@ -22,6 +24,7 @@ from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
 from foredraft.core.progress import Progress
 from foredraft.core.protocols import Drafter
+from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import EvaluateSettings, SelectSettings
@@ -112,6 +115,24 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
     }
 
 
+def predicted_elsewhere(
+    report: Mapping[str, Any], names: Sequence[str], settings: EvaluateSettings, rows: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return a report with what it predicts for other machines; no model is needed.
+
+    Args:
+        names: Of shipped profiles, or YAML files.
+        rows: Batch sizes; those of the settings if none.
+
+    Raises:
+        UnknownNameError, RecipeError: a profile that cannot be read.
+        UserError: the report does not hold what a prediction needs.
+    """
+    profiles = [load_profile(name) for name in names]
+    labels = [Path(name).stem for name in names]
+    return with_hardware(report, labels, profiles, list(rows or settings.batch_sizes), settings.batch_context)
+
+
 class _Evaluation:
     """One evaluation in a workspace; drafters are loaded once."""
 
@@ -135,14 +156,17 @@ class _Evaluation:
         facts = {name: _facts(drafter, self._contenders[name]) for name, drafter in self._drafters.items()}
         reports = [self._reports(trace) for trace in traces]
         laws = [self._law(trace, scores) for trace, scores in zip(traces, reports, strict=True)]
+        settings = self._settings
         target = {
             "name": self._target.name,
             "fingerprint": self._target.fingerprint,
             "dtype": self._target.dtype,
             "parameters": self._target.num_parameters,
             "bytes": self._target.num_bytes,
+            "passes": passes_json(self._target.passes),
         }
-        return build_report(target, laws, facts)
+        report = build_report(target, laws, facts)
+        return predicted_elsewhere(report, settings.hardware, settings) if settings.hardware else report
 
     def _reports(self, trace: Trace) -> dict[str, AcceptanceReport]:
         ks, reports = self._settings.num_draft_tokens, {}
@@ -189,7 +213,23 @@ class _Evaluation:
                 ).items()
             },
         )
-        return LawScores(law, reports, costs, {name: Audit(**found) for name, found in audits.items()})
+        batches = {rows: self._batch(trace, bound, costs, rows) for rows in settings.batch_sizes if rows > 1}
+        audited = {name: Audit(**found) for name, found in audits.items()}
+        return LawScores(law, reports, costs, audited, batches)
+
+    def _batch(self, trace: Trace, bound: Mapping[str, Drafter], single: Costs, rows: int) -> Costs:
+        settings, law = self._settings, trace.info.law
+        lengths = [settings.num_draft_tokens, settings.cost_repeats, settings.batch_context]
+        return Costs.from_json(
+            self._kept(
+                f"batch {law} {rows}",
+                [{name: one.key for name, one in self._contenders.items()}, trace.digest, rows, lengths],
+                lambda: measure_batch(
+                    self._target, bound, _timing_text(trace)[-settings.batch_context :], law,
+                    settings.num_draft_tokens, rows, single, settings.cost_repeats, self._progress,
+                ).to_json(),
+            )
+        )  # fmt: skip
 
     def _kept(self, name: str, inputs: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         key = digest_of([name.split()[0], inputs])
@@ -199,8 +239,9 @@ class _Evaluation:
 
 
 def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
-    head_rows, has_int8_body = 0, False
+    head_rows, has_int8_body, passes = 0, False, None
     if isinstance(drafter, CausalLMDrafter):
+        passes = drafter.passes
         head_rows = len(drafter.draft.head_token_ids)
         has_int8_body = bool(getattr(drafter.draft.model.config, "quantization_config", None))
     return DrafterFacts(
@@ -211,6 +252,7 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
         has_int8_body,
         contender.twin,
         contender.parent,
+        passes,
     )
 
 

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from foredraft.acceptance.audit import Audit
 from foredraft.acceptance.cost import Costs
 from foredraft.acceptance.intervals import expected_acceptance, interval, paired_difference, tokens_per_call
 from foredraft.acceptance.report import AcceptanceReport
+from foredraft.acceptance.prediction import Yield, batch_figures, passes_json
 from foredraft.core.law import SamplingLaw
+from foredraft.core.roofline import PassFacts
 
 SCHEMA = 1
 _SEED = 0
@@ -28,6 +30,7 @@ class DrafterFacts:
         has_int8_body: Whether it multiplies with 8-bit weights.
         twin: Name of the candidate that differs only in computing the whole head; empty if there is none.
         parent: Name of the candidate that it was made from; empty if there is none.
+        passes: What a draft step moves and computes; None without a model.
     """
 
     kind: str
@@ -37,16 +40,24 @@ class DrafterFacts:
     has_int8_body: bool = False
     twin: str = ""
     parent: str = ""
+    passes: PassFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LawScores:
-    """All that was measured under one law, by drafter."""
+    """All that was measured under one law, by drafter.
+
+    Attributes:
+        batches: Costs by batch size, 1 left out.
+        criteria: Of the drafters that have laws.
+    """
 
     law: SamplingLaw
     reports: Mapping[str, AcceptanceReport]
     costs: Costs
     audits: Mapping[str, Audit]
+    batches: Mapping[int, Costs] = field(default_factory=dict)
+    criteria: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def build_report(
@@ -82,6 +93,11 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]
         "label": str(scores.law),
         **asdict(scores.law),
         "target_seconds": {str(n + 1): step.median for n, step in enumerate(scores.costs.target)},
+        "overhead_seconds": scores.costs.overhead.median,
+        "batch": {
+            str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
+            for rows, costs in _by_batch(scores).items()
+        },
         "drafters": [_drafter(name, report, scores, facts[name]) for name, report in scores.reports.items()],
     }
 
@@ -105,7 +121,22 @@ def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: Draf
         "head_rows": facts.head_rows,
         "has_int8_body": facts.has_int8_body,
         "twin": facts.twin,
+        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
+        "draft_seconds": {str(k): block.median for k, block in scores.costs.blocks[name].items()},
+        "passes": passes_json(facts.passes),
+        "batch": _batches(name, report, scores),
+        "criteria": scores.criteria.get(name),
     }
+
+
+def _by_batch(scores: LawScores) -> dict[int, Costs]:
+    return {1: scores.costs, **scores.batches}
+
+
+def _batches(name: str, report: AcceptanceReport, scores: LawScores) -> dict[str, Any]:
+    tokens, share = ({k: figure(k) for k in report.ks} for figure in (report.mean_tokens_per_call, report.guess_share))
+    worth = Yield(tokens, share)
+    return {str(rows): batch_figures(costs, name, worth, rows) for rows, costs in _by_batch(scores).items()}
 
 
 def _score(report: AcceptanceReport) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from foredraft.checkpoint import MANIFEST, read_manifest
 from foredraft.core.law import SamplingLaw, law_probs, sample_index, token_logprobs
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
+from foredraft.core.roofline import PassFacts
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
 from foredraft.models.loading import max_context
+from foredraft.models.passes import pass_facts
 from foredraft.models.session import Session
+from foredraft.models.timing import EqualTexts
 
 _PASS_TOKENS = 4096
 _HEAD_POSITIONS = 512
@@ -72,6 +75,15 @@ class CausalLMDrafter:
         twin = copy(self)
         twin.law, twin._session = law, Session(self.draft.model, self._head)
         return twin
+
+    def texts(self, token_ids: Int[Tensor, "rows context"]) -> EqualTexts:
+        """Return texts of equal length that the draft has read, to time its steps over a batch."""
+        return EqualTexts(self.draft.model, self._head, token_ids)
+
+    @property
+    def passes(self) -> PassFacts:
+        """What one draft step moves and computes."""
+        return pass_facts(self.draft.model, len(self._head.token_ids), self._head.copied_bytes)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         """Return k draft tokens, fewer where the draft's own context ends; none after an empty text."""
