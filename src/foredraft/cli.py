@@ -197,6 +197,39 @@ def prune(
 
 
 @app.command(
+    "fit-law",
+    epilog="""
+Examples:
+
+    foredraft fit-law draft --target my-model --trace trace --out draft-fitted
+
+    foredraft fit-law draft --target my-model --set temperature=0.7 --set top_k=20 --out draft-cool
+""",
+)
+def fit_law(
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    traces: Annotated[
+        list[Path],
+        typer.Option("--trace", help="Training trace to fit on; repeat for more.", default_factory=list, show_default=False),
+    ],
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Give a draft the temperature and top-k under which the target accepts most, or those you name."""
+    from foredraft import verbs
+    from foredraft.recipe import LawStep, settings_from
+
+    step = settings_from(LawStep, overrides)
+    if step.is_fitted and not traces:
+        raise UserError("Give --trace to fit a law on, or --set temperature=... for a law of your own.")
+    written = verbs.set_law(draft, _target(target, dtype), _traces(traces), step, out, _progress())
+    _print_draft(out, written, as_json)
+
+
+@app.command(
     "build-ngram",
     epilog="""
 Example:

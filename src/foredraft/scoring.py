@@ -14,6 +14,7 @@ from torch import Tensor
 from foredraft.acceptance.audit import Audit, audit
 from foredraft.acceptance.batches import measure_batch
 from foredraft.acceptance.cost import Costs, measure_costs
+from foredraft.acceptance.criteria import measure_criteria, sampled_rows
 from foredraft.acceptance.evaluate import score
 from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report
 from foredraft.acceptance.prediction import passes_json, with_hardware
@@ -22,8 +23,9 @@ from foredraft.acceptance.wording import Figure
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
+from foredraft.core.own_law import bound_for
 from foredraft.core.progress import Progress
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Drafter, LawGiver
 from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
@@ -184,7 +186,7 @@ class _Evaluation:
 
     def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
         settings, law = self._settings, trace.info.law
-        bound = {name: drafter.bind(law) for name, drafter in self._drafters.items()}
+        bound = {name: bound_for(drafter, law) for name, drafter in self._drafters.items()}
         inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, settings.model_dump()]
         costs = Costs.from_json(
             self._kept(
@@ -215,7 +217,20 @@ class _Evaluation:
         )
         batches = {rows: self._batch(trace, bound, costs, rows) for rows in settings.batch_sizes if rows > 1}
         audited = {name: Audit(**found) for name, found in audits.items()}
-        return LawScores(law, reports, costs, audited, batches)
+        laws = {name: drafter.law for name, drafter in bound.items()}
+        return LawScores(law, reports, costs, audited, batches, self._criteria(trace), laws)
+
+    def _criteria(self, trace: Trace) -> dict[str, dict[str, Any]]:
+        """Return the criteria of the drafters that have laws, under the law that the trace stores."""
+        count, info, found = self._settings.criteria_answers, trace.info, {}
+        for name, drafter in self._drafters.items():
+            if count and isinstance(drafter, LawGiver):
+                found[name] = self._kept(
+                    f"criteria {name} {info.law}",
+                    [self._contenders[name].key, trace.digest, count],
+                    partial(_compared, drafter, trace, count),
+                )
+        return {name: figures for name, figures in found.items() if figures}
 
     def _batch(self, trace: Trace, bound: Mapping[str, Drafter], single: Costs, rows: int) -> Costs:
         settings, law = self._settings, trace.info.law
@@ -254,6 +269,15 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
         contender.parent,
         passes,
     )
+
+
+def _compared(drafter: Drafter, trace: Trace, count: int) -> dict[str, Any]:
+    rows, info = sampled_rows(trace, count), trace.info
+    bound = bound_for(drafter, info.stored_law)
+    if not rows or not isinstance(bound, LawGiver):
+        return {}
+    figures = measure_criteria(bound, rows).to_json(info.stored_law == info.law)
+    return {"target_law": str(info.stored_law), "draft_law": str(bound.law), **figures}
 
 
 def _best_k(costs: Costs, name: str, report: AcceptanceReport) -> int:

@@ -50,6 +50,7 @@ class LawScores:
     Attributes:
         batches: Costs by batch size, 1 left out.
         criteria: Of the drafters that have laws.
+        draft_laws: What each drafter draws from; certain guesses count as greedy.
     """
 
     law: SamplingLaw
@@ -58,6 +59,7 @@ class LawScores:
     audits: Mapping[str, Audit]
     batches: Mapping[int, Costs] = field(default_factory=dict)
     criteria: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    draft_laws: Mapping[str, SamplingLaw] = field(default_factory=dict)
 
 
 def build_report(
@@ -72,7 +74,7 @@ def build_report(
         "schema": SCHEMA,
         "target": dict(target),
         "machine": describe_machine(),
-        "laws": [_law(scores, facts) for scores in laws],
+        "laws": [_law(scores, facts, target) for scores in laws],
         "paired": [pair for scores in laws for pair in _pairs(scores, facts)],
         "notes": [note for scores in laws for note in _notes(scores)],
     }
@@ -88,7 +90,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]:
+def _law(scores: LawScores, facts: Mapping[str, DrafterFacts], target: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "label": str(scores.law),
         **asdict(scores.law),
@@ -98,11 +100,15 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]
             str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
             for rows, costs in _by_batch(scores).items()
         },
-        "drafters": [_drafter(name, report, scores, facts[name]) for name, report in scores.reports.items()],
+        "drafters": [
+            _drafter(name, report, scores, facts[name], target["bytes"]) for name, report in scores.reports.items()
+        ],
     }
 
 
-def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts) -> dict[str, Any]:
+def _drafter(
+    name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts, target_bytes: int
+) -> dict[str, Any]:
     tokens = {k: report.mean_tokens_per_call(k) for k in report.ks}
     predicted = {
         k: scores.costs.predicted_speedup(name, k, value, report.guess_share(k)) for k, value in tokens.items()
@@ -125,8 +131,16 @@ def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: Draf
         "draft_seconds": {str(k): block.median for k, block in scores.costs.blocks[name].items()},
         "passes": passes_json(facts.passes),
         "batch": _batches(name, report, scores),
-        "criteria": scores.criteria.get(name),
+        "draft_law": asdict(scores.draft_laws[name]) if name in scores.draft_laws else None,
+        "criteria": _criteria(name, scores, facts.num_bytes / target_bytes),
     }
+
+
+def _criteria(name: str, scores: LawScores, memory_fraction: float) -> dict[str, Any] | None:
+    if name not in scores.criteria:
+        return None
+    ratio = scores.costs.cost_ratio(name)
+    return {**scores.criteria[name], "memory_fraction": memory_fraction, "cost_ratio": ratio}
 
 
 def _by_batch(scores: LawScores) -> dict[int, Costs]:
