@@ -90,7 +90,9 @@ def test_the_batched_overlap_is_that_of_one_step_at_a_time(tmp_path: Path) -> No
 
 
 def test_a_target_is_its_own_perfect_draft() -> None:
-    figures = measure_criteria(CausalLMDrafter(Draft(tiny_model(seed=3)), PLAIN, VOCAB), written(top=VOCAB)).to_json(True)
+    figures = measure_criteria(CausalLMDrafter(Draft(tiny_model(seed=3)), PLAIN, VOCAB), written(top=VOCAB)).to_json(
+        True
+    )
     assert figures["expected_acceptance_bounds"] == pytest.approx([1.0, 1.0], abs=2e-3)
     assert figures["kl_divergence"][0] == pytest.approx(0.0, abs=1e-5)
     assert figures["frequent_token_accuracy"] == 1.0
@@ -174,6 +176,9 @@ def test_parts_add_up(tmp_path: Path) -> None:
 
 
 def test_another_stored_law_bounds_no_acceptance() -> None:
-    assert measure_criteria(Fixed(torch.tensor([0.6, 0.4])), told([0.5, 0.5], 2, [0])).to_json(False)[
-        "expected_acceptance_bounds"
-    ] is None
+    assert (
+        measure_criteria(Fixed(torch.tensor([0.6, 0.4])), told([0.5, 0.5], 2, [0])).to_json(False)[
+            "expected_acceptance_bounds"
+        ]
+        is None
+    )

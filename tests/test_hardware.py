@@ -108,9 +108,15 @@ def test_texts_that_go_on_from_the_same_point_say_what_one_pass_says() -> None:
 
 
 def test_every_shipped_profile_is_read_and_says_where_its_figures_are_from() -> None:
-    assert {"h100-sxm", "a100-80gb", "rtx-4090", "rtx-4060", "apple-m4-max", "snapdragon-8-gen-3", "desktop-cpu"} == set(
-        shipped_profiles()
-    )
+    assert {
+        "h100-sxm",
+        "a100-80gb",
+        "rtx-4090",
+        "rtx-4060",
+        "apple-m4-max",
+        "snapdragon-8-gen-3",
+        "desktop-cpu",
+    } == set(shipped_profiles())
     for name, profile in shipped().items():
         assert set(profile.sources) == profile.model_fields_set - {"name", "sources"}, name
         machine = profile.machine()

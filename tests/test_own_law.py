@@ -170,9 +170,7 @@ def test_transformers_draws_with_the_target_s_settings_whatever_the_draft_s_say(
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3), "max_new_tokens": 6}
     for do_sample, temperature, top_k in ((True, 0.8, 50), (True, 1.0, 20)):
         seen.clear()
-        target.generate(
-            **inputs, assistant_model=draft, do_sample=do_sample, temperature=temperature, top_k=top_k
-        )
+        target.generate(**inputs, assistant_model=draft, do_sample=do_sample, temperature=temperature, top_k=top_k)
         assert set(seen) == {(do_sample, temperature, top_k)}
 
 

@@ -213,7 +213,9 @@ def fit_law(
     overrides: Overrides,
     traces: Annotated[
         list[Path],
-        typer.Option("--trace", help="Training trace to fit on; repeat for more.", default_factory=list, show_default=False),
+        typer.Option(
+            "--trace", help="Training trace to fit on; repeat for more.", default_factory=list, show_default=False
+        ),
     ],
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -311,7 +313,9 @@ def evaluate_acceptance(
         laws=[LawSettings(temperature=temperature) for temperature in temperatures],
         max_new_tokens=max_new_tokens,
     )
-    settings = settings_from(EvaluateSettings, [*overrides, *([f"hardware={json.dumps(hardware)}"] if hardware else [])])
+    settings = settings_from(
+        EvaluateSettings, [*overrides, *([f"hardware={json.dumps(hardware)}"] if hardware else [])]
+    )
     loaded = _target(target, dtype, trust_remote_code)
     report = evaluate_drafters(
         loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
@@ -341,6 +345,7 @@ def select(
     settings = validated(SelectSettings, {"memory_fraction": memory_fraction, "runtime": runtime}, "select")
     selection = choose_from(read_report(report), settings)
     lines = [selection["sentence"], *(f"  {name}: {reason}" for name, reason in selection["reasons"].items())]
+    lines += selection["warnings"]
     _print(selection, "\n".join(lines), as_json)
 
 
@@ -404,7 +409,7 @@ Examples:
     foredraft hardware
 
     foredraft hardware --measure --out this-machine.yaml
-"""
+""",
 )
 def show_hardware(
     measure: Annotated[bool, typer.Option("--measure", help="Measure this processor; takes seconds.")] = False,

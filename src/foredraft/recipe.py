@@ -213,7 +213,9 @@ class EvaluateSettings(Settings):
     audit_prompts: int = Field(8, ge=0, description="Prompts decoded literally; 0 leaves the audit out.")
     audit_tokens: int = Field(64, ge=1, description="Tokens decoded for each audit prompt.")
     cost_repeats: int = Field(15, ge=3, description="Timings behind each cost; the median counts.")
-    batch_sizes: BatchSizes = Field([1], description="Requests decoded together, such as [1, 4, 16]; 1 is always timed.")
+    batch_sizes: BatchSizes = Field(
+        [1], description="Requests decoded together, such as [1, 4, 16]; 1 is always timed."
+    )
     batch_context: int = Field(128, ge=1, description="Tokens of context of each request where batches are timed.")
     hardware: list[str] = Field([], description="Machines to predict for: names of shipped profiles, or YAML files.")
     criteria_answers: int = Field(16, ge=0, description="Answers behind the criteria of each draft; 0 leaves them out.")

@@ -16,7 +16,7 @@ from foredraft.acceptance.batches import measure_batch
 from foredraft.acceptance.cost import Costs, measure_costs
 from foredraft.acceptance.criteria import measure_criteria, sampled_rows
 from foredraft.acceptance.evaluate import score
-from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report
+from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report, noise_warnings
 from foredraft.acceptance.prediction import passes_json, with_hardware
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.acceptance.wording import Figure
@@ -113,6 +113,7 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
         "interval": [speedup.low, speedup.high] if speedup.has_interval else None,
         "sentence": selection.sentence + averaged,
         "reasons": dict(selection.reasons),
+        "warnings": noise_warnings(report.get("paired", ()), selection.drafter),
         "exported": _exportable(figures, selection.drafter),
     }
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import yaml
 
-from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.acceptance.fitting import FittedLaw, fit_law
+from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
 from foredraft.compress.prune import prune_layers
 from foredraft.compress.quantize import quantize_int8
@@ -30,7 +30,17 @@ from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import DistillStep, HeadStep, InitStep, LawStep, NgramStep, PruneStep, QuantizeStep, Settings, Step
+from foredraft.recipe import (
+    DistillStep,
+    HeadStep,
+    InitStep,
+    LawStep,
+    NgramStep,
+    PruneStep,
+    QuantizeStep,
+    Settings,
+    Step,
+)
 from foredraft.trace.prompts import NO_DOMAIN, Prompt, render
 from foredraft.trace.store import Trace
 
@@ -97,9 +107,11 @@ def set_law(
         UserError: the draft's guesses have no law, or there is no sampled trace to fit on.
     """
     manifest = _extended(_manifest_for(source, target), "law", step)
-    drafter = resolve("loaders", manifest.kind)(source, target.dtype)
+    drafter: Drafter = resolve("loaders", manifest.kind)(source, target.dtype)
     if not isinstance(drafter, HasOwnLaws):
-        raise UserError(f"{source} is a drafter of kind {manifest.kind}: its guesses are certain, it has no law to set.")
+        raise UserError(
+            f"{source} is a drafter of kind {manifest.kind}: its guesses are certain, it has no law to set."
+        )
     fits = _fitted(source.name, drafter, traces, step, progress) if step.is_fitted else []
     own = OwnLaws(tuple((fit.target_law, fit.law) for fit in fits), step.temperature, step.top_k)
     options = {**manifest.options, "own_laws": own.to_json(), "law_fits": [fit.to_json() for fit in fits]}
@@ -107,9 +119,7 @@ def set_law(
     return write_draft(out, manifest, lambda folder: _copy_files(source, folder))
 
 
-def _fitted(
-    name: str, drafter: Drafter, traces: Sequence[Trace], step: LawStep, progress: Progress
-) -> list[FittedLaw]:
+def _fitted(name: str, drafter: Drafter, traces: Sequence[Trace], step: LawStep, progress: Progress) -> list[FittedLaw]:
     sampled = [trace for trace in traces if not trace.info.law.is_greedy]
     if not sampled:
         raise UserError(

@@ -52,7 +52,7 @@ def measure_batch(
     repeats: int,
     progress: Progress = SILENT,
 ) -> Costs:
-    """Time target steps of 1 .. max(ks) + 1 tokens of each of `rows` requests, and blocks of the shortest and longest k.
+    """Time target steps of 1 .. max(ks) + 1 tokens of each of `rows` requests, and blocks of the shortest and longest.
 
     Interleaved in rounds as at batch size 1, contexts staying as long as they are. Verification is that of the engine:
     laws and draws of each request in turn. Drafters without a model run request by request: `rows` times what a
@@ -72,7 +72,9 @@ def measure_batch(
     measured = _in_rounds(clocks, repeats, f"timing {law}, {rows} requests", progress)
     blocks = {
         name: {
-            k: measured[name, k] if (name, k) in measured else _scaled(Seconds.of([single.draft_seconds(name, k)]), rows)
+            k: measured[name, k]
+            if (name, k) in measured
+            else _scaled(Seconds.of([single.draft_seconds(name, k)]), rows)
             for k in lengths
         }
         for name in drafters
@@ -119,9 +121,7 @@ def _draft_clocks(
     return {(name, k): block(k) for k in lengths}
 
 
-def _drawn(
-    logits: Float[Tensor, "rows columns"], law: SamplingLaw, generator: torch.Generator
-) -> Int[Tensor, " rows"]:
+def _drawn(logits: Float[Tensor, "rows columns"], law: SamplingLaw, generator: torch.Generator) -> Int[Tensor, " rows"]:
     if law.is_greedy:
         return logits.argmax(-1).cpu()
     uniform = torch.rand(len(logits), generator=generator, dtype=torch.float64)

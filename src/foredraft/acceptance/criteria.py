@@ -175,7 +175,7 @@ def _relative_entropy(
 def _largest_divergence(
     told: _Told, draft: Float[Tensor, "positions vocab"], cells: Float[Tensor, "positions cells"]
 ) -> Float[Tensor, " positions"]:
-    """Return the upper bound: no token of the rest is more probable than the last stored one, nor rarer in the draft."""
+    """Return the upper bound: no token of the rest is likelier than the last stored one, nor rarer in the draft."""
     target = told.probs
     known = _relative_entropy(target[:, :-1], cells[:, :-1])
     rarest = draft.scatter(1, told.top_ids, math.inf).amin(1)

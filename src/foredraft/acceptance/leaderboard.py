@@ -1,5 +1,6 @@
 """report.json: every drafter with its figures, in the form that other programs rely on."""
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,9 +11,16 @@ import torch
 
 from foredraft.acceptance.audit import Audit
 from foredraft.acceptance.cost import Costs
-from foredraft.acceptance.intervals import expected_acceptance, interval, paired_difference, tokens_per_call
-from foredraft.acceptance.report import AcceptanceReport
+from foredraft.acceptance.intervals import (
+    PairedDifference,
+    expected_acceptance,
+    interval,
+    paired_difference,
+    scaled_tokens_per_call,
+    tokens_per_call,
+)
 from foredraft.acceptance.prediction import Yield, batch_figures, passes_json
+from foredraft.acceptance.report import AcceptanceReport
 from foredraft.core.law import SamplingLaw
 from foredraft.core.roofline import PassFacts
 
@@ -70,14 +78,39 @@ def build_report(
     Args:
         target: name, fingerprint, dtype, parameters and bytes of the target.
     """
+    paired = [pair for scores in laws for pair in _pairs(scores, facts)]
     return {
         "schema": SCHEMA,
         "target": dict(target),
         "machine": describe_machine(),
         "laws": [_law(scores, facts, target) for scores in laws],
-        "paired": [pair for scores in laws for pair in _pairs(scores, facts)],
-        "notes": [note for scores in laws for note in _notes(scores)],
+        "paired": paired,
+        "notes": [*noise_warnings(paired), *(note for scores in laws for note in _notes(scores))],
     }
+
+
+def noise_warnings(paired: Sequence[Mapping[str, Any]], drafter: str = "") -> list[str]:
+    """Return a sentence for each ranking by predicted speedup that these prompts do not settle.
+
+    Args:
+        paired: Of the report.
+        drafter: Only rankings that it is part of; empty takes all.
+    """
+    doubtful = [pair for pair in paired if pair["metric"] == "predicted_speedup" and pair["inside_noise"]]
+    return [_warning(pair) for pair in doubtful if drafter in ("", pair["better"], pair["worse"])]
+
+
+def _warning(pair: Mapping[str, Any]) -> str:
+    needed = pair["prompts_needed"]
+    told = (
+        f"about {needed} prompts like these would tell them apart"
+        if needed
+        else "more prompts will not tell them apart"
+    )
+    return (
+        f"{pair['law']}: {pair['better']} is predicted {pair['difference']:.2f}x faster than {pair['worse']}, which is "
+        f"inside the noise of {pair['prompts']} prompts; {told}."
+    )
 
 
 def describe_machine() -> dict[str, Any]:
@@ -196,18 +229,47 @@ def _pairs(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> list[dict[st
         one, other = sorted((name, parent), key=lambda who: -scores.reports[who].expected_acceptance)
         generator = np.random.default_rng(_SEED)
         found = paired_difference(scores.reports[one], scores.reports[other], expected_acceptance, generator)
-        pairs.append(
-            {
-                "law": str(scores.law),
-                "better": one,
-                "worse": other,
-                "metric": "expected_acceptance",
-                "difference": found.difference.value,
-                "interval": found.difference.bounds,
-                "inside_noise": found.is_inside_noise,
-            }
-        )
-    return pairs
+        pairs.append(_pair(scores, one, other, "expected_acceptance", found))
+    return [*pairs, *_fastest_two(scores)]
+
+
+def _fastest_two(scores: LawScores) -> list[dict[str, Any]]:
+    """Compare the fastest drafter with the next: what a choice between them rests on."""
+    best = {name: _fastest_length(name, report, scores.costs) for name, report in scores.reports.items()}
+    ranked = sorted(best, key=lambda name: -best[name][1])
+    if len(ranked) < 2:
+        return []
+    metrics = []
+    for name in ranked[:2]:
+        k, speedup = best[name]
+        metrics.append(scaled_tokens_per_call(k, speedup / scores.reports[name].mean_tokens_per_call(k)))
+    one, other = ranked[:2]
+    generator = np.random.default_rng(_SEED)
+    found = paired_difference(scores.reports[one], scores.reports[other], metrics[0], generator, metrics[1])
+    return [_pair(scores, one, other, "predicted_speedup", found)]
+
+
+def _fastest_length(name: str, report: AcceptanceReport, costs: Costs) -> tuple[int, float]:
+    speedups = {
+        k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k)) for k in report.ks
+    }
+    best = max(speedups, key=lambda k: speedups[k])
+    return best, speedups[best]
+
+
+def _pair(scores: LawScores, one: str, other: str, metric: str, found: PairedDifference) -> dict[str, Any]:
+    needed = found.prompts_needed
+    return {
+        "law": str(scores.law),
+        "better": one,
+        "worse": other,
+        "metric": metric,
+        "difference": found.difference.value,
+        "interval": found.difference.bounds,
+        "inside_noise": found.is_inside_noise,
+        "prompts": len(scores.reports[one].prompts),
+        "prompts_needed": int(needed) if math.isfinite(needed) else None,
+    }
 
 
 def _notes(scores: LawScores) -> list[str]:

@@ -24,7 +24,7 @@ class Yield:
 
 
 def batch_figures(costs: Costs, name: str, worth: Yield, rows: int) -> dict[str, Any]:
-    """Return the predicted speedup at one batch size, its best k, 0 where plain decoding is the fastest, and break-even.
+    """Return the predicted speedup at one batch size, the best k, 0 where nothing beats plain decoding, and break-even.
 
     Args:
         costs: At this batch size.
@@ -44,7 +44,11 @@ def batch_figures(costs: Costs, name: str, worth: Yield, rows: int) -> dict[str,
 
 
 def with_hardware(
-    report: Mapping[str, Any], names: Sequence[str], profiles: Sequence[HardwareProfile], rows: Sequence[int], context: int
+    report: Mapping[str, Any],
+    names: Sequence[str],
+    profiles: Sequence[HardwareProfile],
+    rows: Sequence[int],
+    context: int,
 ) -> dict[str, Any]:
     """Return a report with predictions for other machines, from the acceptance that it holds.
 
@@ -91,7 +95,12 @@ def with_hardware(
 
 
 def roofline_costs(
-    target: PassFacts, draft: PassFacts | None, entry: Mapping[str, Any], profile: HardwareProfile, rows: int, context: int
+    target: PassFacts,
+    draft: PassFacts | None,
+    entry: Mapping[str, Any],
+    profile: HardwareProfile,
+    rows: int,
+    context: int,
 ) -> Costs:
     """Return the times of target and draft steps that a profile predicts.
 
@@ -105,9 +114,7 @@ def roofline_costs(
         blocks = {k: _exactly(seconds) for k, seconds in measured.items()}
     else:
         blocks = {k: _exactly(block_seconds(draft, machine, rows, k, context)) for k in lengths}
-    steps = tuple(
-        _exactly(pass_seconds(target, machine, rows, width, context)) for width in range(1, max(lengths) + 2)
-    )
+    steps = tuple(_exactly(pass_seconds(target, machine, rows, width, context)) for width in range(1, max(lengths) + 2))
     return Costs(steps, {entry["name"]: blocks})
 
 

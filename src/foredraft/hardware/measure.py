@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,7 +112,7 @@ def _tiny_pass(layers: int) -> Callable[[], object]:
     return lambda: read(token, 16)
 
 
-def _median(clocks: dict[int, Callable[[], object]], repeats: int) -> dict[int, float]:
+def _median(clocks: Mapping[int, Callable[[], object]], repeats: int) -> dict[int, float]:
     """Return the median seconds of each call, taken in turns after a warm-up."""
     timings: dict[int, list[float]] = {key: [] for key in clocks}
     for _ in range(repeats + _WARM_UP):
