@@ -76,6 +76,8 @@ def evaluate(
             target_fingerprint=target.fingerprint,
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
+    for name in settings.hardware:
+        load_profile(name)
     described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
     key = digest_of([described, [trace.digest for trace in traces], settings.model_dump()])
     path = workspace.root / "scores" / f"report-{key[:8]}.json"
