@@ -79,11 +79,12 @@ def evaluate(
     for name in settings.hardware:
         load_profile(name)
     described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
-    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump()])
+    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump(exclude={"hardware"})])
     path = workspace.root / "scores" / f"report-{key[:8]}.json"
     if not path.is_file():
         write_json(path, _Evaluation(target, contenders, settings, workspace, progress).report(traces))
-    return read_report(path)
+    report = read_report(path)
+    return predicted_elsewhere(report, settings.hardware, settings) if settings.hardware else report
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -161,7 +162,6 @@ class _Evaluation:
         facts = {name: _facts(drafter, self._contenders[name]) for name, drafter in self._drafters.items()}
         reports = [self._reports(trace) for trace in traces]
         laws = [self._law(trace, scores) for trace, scores in zip(traces, reports, strict=True)]
-        settings = self._settings
         target = {
             "name": self._target.name,
             "fingerprint": self._target.fingerprint,
@@ -170,8 +170,7 @@ class _Evaluation:
             "bytes": self._target.num_bytes,
             "passes": passes_json(self._target.passes),
         }
-        report = build_report(target, laws, facts)
-        return predicted_elsewhere(report, settings.hardware, settings) if settings.hardware else report
+        return build_report(target, laws, facts)
 
     def _reports(self, trace: Trace) -> dict[str, AcceptanceReport]:
         ks, reports = self._settings.num_draft_tokens, {}
@@ -190,7 +189,7 @@ class _Evaluation:
     def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
         settings, law = self._settings, trace.info.law
         bound = {name: bound_for(drafter, law) for name, drafter in self._drafters.items()}
-        inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, settings.model_dump()]
+        inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, _of_batch_one(settings)]
         costs = Costs.from_json(
             self._kept(
                 f"time {law}",
@@ -272,6 +271,11 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
         contender.parent,
         passes,
     )
+
+
+def _of_batch_one(settings: EvaluateSettings) -> dict[str, Any]:
+    """Return the settings that timings at batch size 1 and audits depend on."""
+    return settings.model_dump(exclude={"hardware", "batch_sizes", "batch_context", "criteria_answers"})
 
 
 def _compared(drafter: Drafter, trace: Trace, count: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True, slots=True)
 class LawScores:
-    """All that was measured under one law, by drafter.
+    """All that was measured under one law, by drafter. Without a target there are neither costs nor audits.
 
     Attributes:
         batches: Costs by batch size, 1 left out.
@@ -63,7 +63,7 @@ class LawScores:
 
     law: SamplingLaw
     reports: Mapping[str, AcceptanceReport]
-    costs: Costs
+    costs: Costs | None
     audits: Mapping[str, Audit]
     batches: Mapping[int, Costs] = field(default_factory=dict)
     criteria: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -127,63 +127,81 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts], target: Mapping[s
     return {
         "label": str(scores.law),
         **asdict(scores.law),
-        "target_seconds": {str(n + 1): step.median for n, step in enumerate(scores.costs.target)},
-        "overhead_seconds": scores.costs.overhead.median,
+        "target_seconds": {
+            str(n + 1): step.median for n, step in enumerate(scores.costs.target if scores.costs else ())
+        },
+        "overhead_seconds": scores.costs.overhead.median if scores.costs else None,
         "batch": {
             str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
             for rows, costs in _by_batch(scores).items()
         },
         "drafters": [
-            _drafter(name, report, scores, facts[name], target["bytes"]) for name, report in scores.reports.items()
+            _drafter(name, report, scores, facts[name]) | _explained(name, report, scores, facts[name], target)
+            for name, report in scores.reports.items()
         ],
     }
 
 
-def _drafter(
-    name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts, target_bytes: int
-) -> dict[str, Any]:
-    tokens = {k: report.mean_tokens_per_call(k) for k in report.ks}
-    predicted = {
-        k: scores.costs.predicted_speedup(name, k, value, report.guess_share(k)) for k, value in tokens.items()
-    }
+def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts) -> dict[str, Any]:
     return {
         "name": name,
         "kind": facts.kind,
         **_score(report),
         "domains": {domain: _score(part) for domain, part in report.by_domain().items()},
-        "cost_ratio": scores.costs.cost_ratio(name),
-        "predicted_speedup": {str(k): value for k, value in predicted.items()},
-        "best_k": max(predicted, key=lambda k: predicted[k]),
+        **_timed(name, report, scores.costs),
         **_literal(scores.audits.get(name)),
         "parameters": facts.parameters,
         "bytes": facts.num_bytes,
         "head_rows": facts.head_rows,
         "has_int8_body": facts.has_int8_body,
         "twin": facts.twin,
-        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
-        "draft_seconds": {str(k): block.median for k, block in scores.costs.blocks[name].items()},
-        "passes": passes_json(facts.passes),
-        "batch": _batches(name, report, scores),
-        "draft_law": asdict(scores.draft_laws[name]) if name in scores.draft_laws else None,
-        "criteria": _criteria(name, scores, facts.num_bytes / target_bytes),
     }
 
 
-def _criteria(name: str, scores: LawScores, memory_fraction: float) -> dict[str, Any] | None:
-    if name not in scores.criteria:
-        return None
-    ratio = scores.costs.cost_ratio(name)
-    return {**scores.criteria[name], "memory_fraction": memory_fraction, "cost_ratio": ratio}
+def _timed(name: str, report: AcceptanceReport, costs: Costs | None) -> dict[str, Any]:
+    if costs is None:
+        return {"cost_ratio": None, "predicted_speedup": None, "best_k": None}
+    predicted = {
+        k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k)) for k in report.ks
+    }
+    return {
+        "cost_ratio": costs.cost_ratio(name),
+        "predicted_speedup": {str(k): value for k, value in predicted.items()},
+        "best_k": max(predicted, key=lambda k: predicted[k]),
+    }
+
+
+def _explained(
+    name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts, target: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what other batch sizes and other machines are predicted from, and what explains the acceptance."""
+    blocks = scores.costs.blocks[name] if scores.costs else {}
+    return {
+        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
+        "draft_seconds": {str(k): block.median for k, block in blocks.items()},
+        "passes": passes_json(facts.passes),
+        "batch": _batches(name, report, scores),
+        "draft_law": asdict(scores.draft_laws[name]) if name in scores.draft_laws else None,
+        "criteria": _criteria(name, scores, facts, target),
+    }
 
 
 def _by_batch(scores: LawScores) -> dict[int, Costs]:
-    return {1: scores.costs, **scores.batches}
+    return {1: scores.costs, **scores.batches} if scores.costs else {}
 
 
 def _batches(name: str, report: AcceptanceReport, scores: LawScores) -> dict[str, Any]:
     tokens, share = ({k: figure(k) for k in report.ks} for figure in (report.mean_tokens_per_call, report.guess_share))
     worth = Yield(tokens, share)
     return {str(rows): batch_figures(costs, name, worth, rows) for rows, costs in _by_batch(scores).items()}
+
+
+def _criteria(name: str, scores: LawScores, facts: DrafterFacts, target: Mapping[str, Any]) -> dict[str, Any] | None:
+    if name not in scores.criteria:
+        return None
+    memory = facts.num_bytes / target["bytes"] if target.get("bytes") else None
+    ratio = scores.costs.cost_ratio(name) if scores.costs else None
+    return {**scores.criteria[name], "memory_fraction": memory, "cost_ratio": ratio}
 
 
 def _score(report: AcceptanceReport) -> dict[str, Any]:
@@ -235,26 +253,18 @@ def _pairs(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> list[dict[st
 
 def _fastest_two(scores: LawScores) -> list[dict[str, Any]]:
     """Compare the fastest drafter with the next: what a choice between them rests on."""
-    best = {name: _fastest_length(name, report, scores.costs) for name, report in scores.reports.items()}
-    ranked = sorted(best, key=lambda name: -best[name][1])
+    best = {name: _timed(name, report, scores.costs) for name, report in scores.reports.items() if scores.costs}
+    speedups = {name: timed["predicted_speedup"][str(timed["best_k"])] for name, timed in best.items()}
+    ranked = sorted(speedups, key=lambda name: -speedups[name])[:2]
     if len(ranked) < 2:
         return []
     metrics = []
-    for name in ranked[:2]:
-        k, speedup = best[name]
-        metrics.append(scaled_tokens_per_call(k, speedup / scores.reports[name].mean_tokens_per_call(k)))
-    one, other = ranked[:2]
-    generator = np.random.default_rng(_SEED)
-    found = paired_difference(scores.reports[one], scores.reports[other], metrics[0], generator, metrics[1])
-    return [_pair(scores, one, other, "predicted_speedup", found)]
-
-
-def _fastest_length(name: str, report: AcceptanceReport, costs: Costs) -> tuple[int, float]:
-    speedups = {
-        k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k)) for k in report.ks
-    }
-    best = max(speedups, key=lambda k: speedups[k])
-    return best, speedups[best]
+    for name in ranked:
+        k = best[name]["best_k"]
+        metrics.append(scaled_tokens_per_call(k, speedups[name] / scores.reports[name].mean_tokens_per_call(k)))
+    one, other = (scores.reports[name] for name in ranked)
+    found = paired_difference(one, other, metrics[0], np.random.default_rng(_SEED), metrics[1])
+    return [_pair(scores, ranked[0], ranked[1], "predicted_speedup", found)]
 
 
 def _pair(scores: LawScores, one: str, other: str, metric: str, found: PairedDifference) -> dict[str, Any]:
