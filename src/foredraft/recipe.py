@@ -218,7 +218,7 @@ class EvaluateSettings(Settings):
     )
     batch_context: int = Field(128, ge=1, description="Tokens of context of each request where batches are timed.")
     hardware: list[str] = Field([], description="Machines to predict for: names of shipped profiles, or YAML files.")
-    criteria_answers: int = Field(16, ge=0, description="Answers behind the criteria of each draft; 0 leaves them out.")
+    criteria_answers: int = Field(8, ge=0, description="Answers behind the criteria of each draft; 0 leaves them out.")
 
 
 class SelectSettings(Settings):
