@@ -10,7 +10,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from foredraft import verbs
 from foredraft.acceptance.evaluate import score
-from foredraft.acceptance.fitting import fit_law
+from foredraft.acceptance.fitting import FittedLaw, fit_law
+from foredraft.acceptance.intervals import Interval, PairedDifference
 from foredraft.checkpoint import read_manifest
 from foredraft.core.errors import UserError
 from foredraft.core.law import GREEDY, SamplingLaw
@@ -115,6 +116,17 @@ def test_a_law_that_gains_nothing_beyond_the_noise_is_not_kept(target: LocalTarg
     assert found.law == PLAIN
     assert len(found.tried) >= 9
     assert found.answers == 8
+
+
+def test_a_better_figure_inside_the_noise_is_recorded_and_not_followed() -> None:
+    for bounds, law in (((-0.02, 0.04), PLAIN), ((0.005, 0.04), COOL)):
+        gain = PairedDifference(Interval(0.01, *bounds), 900.0, 0.1)
+        found = FittedLaw(PLAIN, COOL, {PLAIN: 1.3, COOL: 1.31}, gain, 4, 12)
+        assert found.law == law
+        assert (found.to_json()["best"]["temperature"], found.to_json()["draft"]["temperature"]) == (
+            COOL.temperature,
+            law.temperature,
+        )
 
 
 def test_a_greedy_draft_is_one_of_the_laws_tried(flat: Path, target: LocalTarget, traces: dict[str, Trace]) -> None:
