@@ -15,7 +15,7 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 VERBS = [
     "run", "collect", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
-    "report", "generate", "check", "compare",
+    "report", "generate", "check", "compare", "fit-law", "hardware",
 ]  # fmt: skip
 RECIPE = """
 target: {{model: {target}}}
@@ -126,6 +126,11 @@ def test_every_verb_shows_an_example_and_offers_json(verb: str) -> None:
         ("build-ngram --kind ngrm --target TARGET --trace TRACE --out OUT", "Did you mean 'ngram'?"),
         ("export DRAFT --target TARGET --runtime vlm --out OUT", "Unknown runtime to export for 'vlm'"),
         ("report EMPTY", "is no report"),
+        ("fit-law DRAFT --target TARGET --out OUT", "Give --trace to fit a law on"),
+        ("fit-law DRAFT --target TARGET --set temperature=-1 --out OUT", "temperature: Input should be greater"),
+        ("evaluate-acceptance --target TARGET --drafter DRAFT --trace TRACE --hardware h10O --out OUT", "h100-sxm"),
+        ("evaluate-acceptance --target TARGET --drafter DRAFT --trace TRACE --set batch_sizes=[0] --out OUT", "batch_"),
+        ("hardware --measure --out PROMPTS", "never overwritten"),
     ],
 )
 def test_bad_input_is_one_or_two_lines_and_status_2(
@@ -161,7 +166,7 @@ def test_the_verbs_work_alone_on_files_the_user_names(
     tmp_path: Path,
 ) -> None:
     common = ("--target", places["TARGET"], "--json")
-    drafters = [word for name in "dpqn" for word in ("--drafter", tmp_path / name)]
+    drafters = [word for name in "dpqnl" for word in ("--drafter", tmp_path / name)]
     small = ("--set", "num_draft_tokens=2", "--set", "audit_prompts=1", "--set", "cost_repeats=3")
     short = ("--set", "tokens=600", "--set", "batch_tokens=64")
     steps: list[tuple[object, ...]] = [
@@ -169,9 +174,12 @@ def test_the_verbs_work_alone_on_files_the_user_names(
         ("prune", tmp_path / "d", *common, "--trace", trace, "--out", tmp_path / "p"),
         ("quantize", tmp_path / "d", *common, "--out", tmp_path / "q"),
         ("build-ngram", *common, "--trace", trace, "--out", tmp_path / "n"),
+        ("fit-law", tmp_path / "d", *common, "--set", "temperature=0.5", "--out", tmp_path / "l"),
         ("export", tmp_path / "d", *common, "--out", tmp_path / "e"),
         ("evaluate-acceptance", *common, "--trace", trace, *drafters, *small, "--out", tmp_path / "s"),
         ("report", tmp_path / "s", "--json"),
+        ("report", tmp_path / "s", "--json", "--hardware", "rtx-4060", "--batch-size", 2, "--context", 64),
+        ("hardware", "--json"),
         ("select", tmp_path / "s" / "report.json", "--json"),
         ("generate", "hello", *common, "--drafter", tmp_path / "d", "--max-new-tokens", 8),
     ]

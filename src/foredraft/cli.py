@@ -47,6 +47,10 @@ Metric = Annotated[
     typer.Option(help="What --fail-under is about: expected_acceptance, mean_tokens_per_call or predicted_speedup."),
 ]
 AllowNoise = Annotated[bool, typer.Option("--allow-noise", help="Fail only where the whole 95 % interval lies under.")]
+Hardware = Annotated[
+    list[str] | None,
+    typer.Option("--hardware", help="Machine to predict for: a shipped profile, or a YAML file; can be repeated."),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Adapter = Annotated[
@@ -213,6 +217,42 @@ def prune(
 
 
 @app.command(
+    "fit-law",
+    epilog="""
+Examples:
+
+    foredraft fit-law draft --target my-model --trace trace --out draft-fitted
+
+    foredraft fit-law draft --target my-model --set temperature=0.7 --set top_k=20 --out draft-cool
+""",
+)
+def fit_law(
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    traces: Annotated[
+        list[Path],
+        typer.Option(
+            "--trace", help="Training trace to fit on; repeat for more.", default_factory=list, show_default=False
+        ),
+    ],
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+) -> None:
+    """Give a draft the temperature and top-k under which the target accepts most, or those you name."""
+    from foredraft import verbs
+    from foredraft.recipe import LawStep, settings_from
+
+    step = settings_from(LawStep, overrides)
+    if step.is_fitted and not traces:
+        raise UserError("Give --trace to fit a law on, or --set temperature=... for a law of your own.")
+    written = verbs.set_law(draft, _target(target, dtype, adapter), _traces(traces), step, out, _progress())
+    _print_draft(out, written, as_json)
+
+
+@app.command(
     "build-ngram",
     epilog="""
 Example:
@@ -282,6 +322,7 @@ def evaluate_acceptance(
     fail_under: FailUnder = "",
     metric: Metric = "expected_acceptance",
     allow_noise: AllowNoise = False,
+    hardware: Hardware = None,
     dtype: Dtype = "auto",
     adapter: Adapter = "",
     as_json: Json = False,
@@ -302,7 +343,9 @@ def evaluate_acceptance(
         laws=[LawSettings(temperature=temperature) for temperature in temperatures],
         max_new_tokens=max_new_tokens,
     )
-    settings = settings_from(EvaluateSettings, overrides)
+    settings = settings_from(
+        EvaluateSettings, [*overrides, *([f"hardware={json.dumps(hardware)}"] if hardware else [])]
+    )
     loaded = _target(target, dtype, adapter, trust_remote_code)
     report = evaluate_drafters(
         loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
@@ -377,6 +420,7 @@ def select(
     settings = validated(SelectSettings, {"memory_fraction": memory_fraction, "runtime": runtime}, "select")
     selection = choose_from(read_report(report), settings)
     lines = [selection["sentence"], *(f"  {name}: {reason}" for name, reason in selection["reasons"].items())]
+    lines += selection["warnings"]
     _print(selection, "\n".join(lines), as_json)
 
 
@@ -447,15 +491,64 @@ def check(
 Example:
 
     foredraft report runs/quickstart
+
+    foredraft report runs/quickstart --hardware h100 --hardware my-card.yaml --batch-size 1 --batch-size 16
 """
 )
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run or of evaluate-acceptance.")], as_json: Json = False
+    folder: Annotated[Path, typer.Argument(help="Folder of a run or of evaluate-acceptance.")],
+    hardware: Hardware = None,
+    batch_sizes: Annotated[
+        list[int] | None, typer.Option("--batch-size", min=1, help="Requests decoded together there; repeat for more.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of context of each request there.", min=1)] = 1024,
+    as_json: Json = False,
 ) -> None:
-    """Show the leaderboard of a finished run again."""
-    from foredraft.scoring import read_report
+    """Show the leaderboard of a finished run again, or what it predicts for another machine; no model is loaded."""
+    from foredraft.recipe import EvaluateSettings
+    from foredraft.scoring import predicted_elsewhere, read_report
 
-    _show_report(read_report(folder / "report.json"), folder, as_json)
+    found = read_report(folder / "report.json")
+    if hardware:
+        settings = EvaluateSettings(batch_sizes=batch_sizes or [1], batch_context=context)
+        found = predicted_elsewhere(found, hardware, settings)
+    _show_report(found, folder, as_json)
+
+
+@app.command(
+    "hardware",
+    epilog="""
+Examples:
+
+    foredraft hardware
+
+    foredraft hardware --measure --out this-machine.yaml
+""",
+)
+def show_hardware(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this processor; takes seconds.")] = False,
+    out: Annotated[Path | None, typer.Option(help="YAML file to write the measured profile to.")] = None,
+    watts: Annotated[float, typer.Option(help="Power of this machine while it decodes.", min=0.1)] = 65.0,
+    as_json: Json = False,
+) -> None:
+    """List the machines that predictions can be made for, or measure this one."""
+    from foredraft.hardware.profile import profile_yaml, shipped
+
+    if not measure:
+        profiles = {name: profile.model_dump() for name, profile in shipped().items()}
+        _print(profiles, "\n".join(f"{name:20} {profile['name']}" for name, profile in profiles.items()), as_json)
+        return
+    from foredraft.core.files import whole_file
+    from foredraft.hardware.measure import measure_profile
+
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists already and is never overwritten: name another file.")
+    measured = measure_profile(watts=watts)
+    text = profile_yaml(measured)
+    if out is not None:
+        with whole_file(out) as partial:
+            partial.write_text(text, encoding="utf-8")
+    _print(measured.model_dump(), text, as_json)
 
 
 @app.command(

@@ -14,6 +14,7 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import OutputError
 from foredraft.core.files import append_lines
 from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.core.own_law import bound_for
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.proposal import Proposal
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs
@@ -104,7 +105,7 @@ def answer(
         CapabilityError: a tree is asked for in a batch.
         PromptError: a prompt is empty, or leaves no room in the target's context.
     """
-    guesser = _NoDrafter(target.vocab_size) if drafter is None else drafter.bind(asked.law)
+    guesser = _NoDrafter(target.vocab_size) if drafter is None else bound_for(drafter, asked.law)
     for start in range(0, len(prompts), settings.batch_size):
         for decoded in _decoded(target, guesser, prompts[start : start + settings.batch_size], asked, settings):
             text = target.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)

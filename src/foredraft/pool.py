@@ -196,6 +196,7 @@ class _Run:
             "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
+            "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }
         learnt = _keys(train) if verbs.learns(step) else []

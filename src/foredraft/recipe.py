@@ -30,6 +30,9 @@ def _draft_lengths(value: Any) -> Any:
 DraftLengths = Annotated[list[Annotated[int, Field(ge=1, le=64)]], BeforeValidator(_draft_lengths), Field(min_length=1)]
 
 
+BatchSizes = Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)]
+
+
 class Settings(BaseModel):
     """A part of a recipe: unknown keys are errors, values are frozen."""
 
@@ -158,6 +161,24 @@ class HeadStep(Settings):
     rows: Literal["full"] = Field("full", description="full: every row, as runtimes without a map of token ids run it.")
 
 
+class LawStep(Settings):
+    """The law that a draft draws from itself, where the target samples; fitted for acceptance unless it is given.
+
+    Under a greedy target a draft is greedy: there is nothing to choose.
+    """
+
+    temperature: float | None = Field(
+        None, ge=0.0, allow_inf_nan=False, description="0 is greedy. Left out with top_k: the best on training answers."
+    )
+    top_k: int | None = Field(None, ge=0, description="0 keeps all tokens.")
+    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which laws are compared.")
+    answers: int = Field(48, ge=2, description="Training answers that the law is fitted on.")
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.temperature is None and self.top_k is None
+
+
 class Step(Settings):
     """One step of a candidate; exactly one key."""
 
@@ -172,6 +193,7 @@ class Step(Settings):
     wrap: str | None = Field(
         None, description="Another way of drafting with it: tree:max_nodes=16, confident:threshold=0.4."
     )
+    law: LawStep | None = None
 
     @model_validator(mode="after")
     def _one_key(self) -> "Step":
@@ -219,6 +241,12 @@ class EvaluateSettings(Settings):
     audit_prompts: int = Field(8, ge=0, description="Prompts decoded literally; 0 leaves the audit out.")
     audit_tokens: int = Field(64, ge=1, description="Tokens decoded for each audit prompt.")
     cost_repeats: int = Field(15, ge=3, description="Timings behind each cost; the median counts.")
+    batch_sizes: BatchSizes = Field(
+        [1], description="Requests decoded together, such as [1, 4, 16]; 1 is always timed."
+    )
+    batch_context: int = Field(128, ge=1, description="Tokens of context of each request where batches are timed.")
+    hardware: list[str] = Field([], description="Machines to predict for: names of shipped profiles, or YAML files.")
+    criteria_answers: int = Field(8, ge=0, description="Answers behind the criteria of each draft; 0 leaves them out.")
 
 
 class SelectSettings(Settings):
@@ -276,6 +304,21 @@ def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ())
     data, lines = _read_yaml(text, name)
     _override(data, overrides)
     return validated(Recipe, data, name, lines)
+
+
+def read_settings(kind: type[SettingsT], text: str, name: str) -> SettingsT:
+    """Return settings from YAML text of their own, such as a hardware profile.
+
+    Raises:
+        RecipeError: names every fault, each with its dotted key and line.
+    """
+    data, lines = _read_yaml(text, name)
+    return validated(kind, data, name, lines)
+
+
+def write_settings(settings: Settings) -> str:
+    """Return YAML text that read_settings reads back; what has its default is left out."""
+    return yaml.safe_dump(settings.model_dump(exclude_defaults=True), sort_keys=False, width=120)
 
 
 def settings_from(kind: type[SettingsT], overrides: Sequence[str]) -> SettingsT:

@@ -12,16 +12,21 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foredraft.acceptance.audit import Audit, audit
+from foredraft.acceptance.batches import measure_batch
 from foredraft.acceptance.cost import Costs, measure_costs
+from foredraft.acceptance.criteria import measure_criteria, sampled_rows
 from foredraft.acceptance.evaluate import score
-from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report
+from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report, noise_warnings
+from foredraft.acceptance.prediction import passes_json, with_hardware
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.acceptance.wording import Figure
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
+from foredraft.core.own_law import bound_for
 from foredraft.core.progress import Progress
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Drafter, LawGiver
+from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import EvaluateSettings, SelectSettings
@@ -71,12 +76,16 @@ def evaluate(
             target_fingerprint=target.fingerprint,
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
+    for name in settings.hardware:
+        load_profile(name)
     described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
-    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump(), "with counts"])
+    shown = settings.model_dump(exclude={"hardware"})
+    key = digest_of([described, [trace.digest for trace in traces], shown, "with counts"])
     path = workspace.root / "scores" / f"report-{key[:8]}.json"
     if not path.is_file():
         write_json(path, _Evaluation(target, contenders, settings, workspace, progress).report(traces))
-    return read_report(path)
+    report = read_report(path)
+    return predicted_elsewhere(report, settings.hardware, settings) if settings.hardware else report
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -108,8 +117,27 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
         "interval": [speedup.low, speedup.high] if speedup.has_interval else None,
         "sentence": selection.sentence + averaged,
         "reasons": dict(selection.reasons),
+        "warnings": noise_warnings(report.get("paired", ()), selection.drafter),
         "exported": _exportable(figures, selection.drafter),
     }
+
+
+def predicted_elsewhere(
+    report: Mapping[str, Any], names: Sequence[str], settings: EvaluateSettings, rows: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return a report with what it predicts for other machines; no model is needed.
+
+    Args:
+        names: Of shipped profiles, or YAML files.
+        rows: Batch sizes; those of the settings if none.
+
+    Raises:
+        UnknownNameError, RecipeError: a profile that cannot be read.
+        UserError: the report does not hold what a prediction needs.
+    """
+    profiles = [load_profile(name) for name in names]
+    labels = [Path(name).stem for name in names]
+    return with_hardware(report, labels, profiles, list(rows or settings.batch_sizes), settings.batch_context)
 
 
 class _Evaluation:
@@ -141,6 +169,7 @@ class _Evaluation:
             "dtype": self._target.dtype,
             "parameters": self._target.num_parameters,
             "bytes": self._target.num_bytes,
+            "passes": passes_json(self._target.passes),
         }
         report = build_report(target, laws, facts)
         for law, trace in zip(report["laws"], traces, strict=True):
@@ -173,8 +202,8 @@ class _Evaluation:
 
     def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
         settings, law = self._settings, trace.info.law
-        bound = {name: drafter.bind(law) for name, drafter in self._drafters.items()}
-        inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, settings.model_dump()]
+        bound = {name: bound_for(drafter, law) for name, drafter in self._drafters.items()}
+        inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, _of_batch_one(settings)]
         costs = Costs.from_json(
             self._kept(
                 f"time {law}",
@@ -202,7 +231,36 @@ class _Evaluation:
                 ).items()
             },
         )
-        return LawScores(law, reports, costs, {name: Audit(**found) for name, found in audits.items()})
+        batches = {rows: self._batch(trace, bound, costs, rows) for rows in settings.batch_sizes if rows > 1}
+        audited = {name: Audit(**found) for name, found in audits.items()}
+        laws = {name: drafter.law for name, drafter in bound.items()}
+        return LawScores(law, reports, costs, audited, batches, self._criteria(trace), laws)
+
+    def _criteria(self, trace: Trace) -> dict[str, dict[str, Any]]:
+        """Return the criteria of the drafters that have laws, under the law that the trace stores."""
+        count, info, found = self._settings.criteria_answers, trace.info, {}
+        for name, drafter in self._drafters.items():
+            if count and isinstance(drafter, LawGiver):
+                found[name] = self._kept(
+                    f"criteria {name} {info.law}",
+                    [self._contenders[name].key, trace.digest, count],
+                    partial(_compared, drafter, trace, count),
+                )
+        return {name: figures for name, figures in found.items() if figures}
+
+    def _batch(self, trace: Trace, bound: Mapping[str, Drafter], single: Costs, rows: int) -> Costs:
+        settings, law = self._settings, trace.info.law
+        lengths = [settings.num_draft_tokens, settings.cost_repeats, settings.batch_context]
+        return Costs.from_json(
+            self._kept(
+                f"batch {law} {rows}",
+                [{name: one.key for name, one in self._contenders.items()}, trace.digest, rows, lengths],
+                lambda: measure_batch(
+                    self._target, bound, _timing_text(trace)[-settings.batch_context :], law,
+                    settings.num_draft_tokens, rows, single, settings.cost_repeats, self._progress,
+                ).to_json(),
+            )
+        )  # fmt: skip
 
     def _kept(self, name: str, inputs: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         key, path = self._place(name.split()[0], inputs)
@@ -215,8 +273,9 @@ class _Evaluation:
 
 
 def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
-    head_rows, has_int8_body = 0, False
+    head_rows, has_int8_body, passes = 0, False, None
     if isinstance(drafter, CausalLMDrafter):
+        passes = drafter.passes
         head_rows = len(drafter.draft.head_token_ids)
         has_int8_body = bool(getattr(drafter.draft.model.config, "quantization_config", None))
     return DrafterFacts(
@@ -227,7 +286,22 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
         has_int8_body,
         contender.twin,
         contender.parent,
+        passes,
     )
+
+
+def _of_batch_one(settings: EvaluateSettings) -> dict[str, Any]:
+    """Return the settings that timings at batch size 1 and audits depend on."""
+    return settings.model_dump(exclude={"hardware", "batch_sizes", "batch_context", "criteria_answers"})
+
+
+def _compared(drafter: Drafter, trace: Trace, count: int) -> dict[str, Any]:
+    rows, info = sampled_rows(trace, count), trace.info
+    bound = bound_for(drafter, info.stored_law)
+    if not rows or not isinstance(bound, LawGiver):
+        return {}
+    figures = measure_criteria(bound, rows).to_json(info.stored_law == info.law)
+    return {"target_law": str(info.stored_law), "draft_law": str(bound.law), **figures}
 
 
 def _best_k(costs: Costs, name: str, report: AcceptanceReport) -> int:

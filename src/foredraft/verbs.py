@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import yaml
 
+from foredraft.acceptance.fitting import FittedLaw, fit_law
 from foredraft.catalog import names, resolve, unknown_name_message
-from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
+from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
 from foredraft.compress.prune import prune_layers
 from foredraft.compress.quantize import quantize_int8
 from foredraft.core.errors import ModelError, UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
+from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
@@ -29,7 +32,17 @@ from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import DistillStep, HeadStep, InitStep, NgramStep, PruneStep, QuantizeStep, Settings, Step
+from foredraft.recipe import (
+    DistillStep,
+    HeadStep,
+    InitStep,
+    LawStep,
+    NgramStep,
+    PruneStep,
+    QuantizeStep,
+    Settings,
+    Step,
+)
 from foredraft.trace.store import Trace
 
 _log = logging.getLogger(__name__)
@@ -86,6 +99,48 @@ def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> Dr
     return save_draft(draft, out, _extended(_manifest_for(source, target), "head", step), target.tokenizer)
 
 
+def set_law(
+    source: Path, target: LocalTarget, traces: Sequence[Trace], step: LawStep, out: Path, progress: Progress = SILENT
+) -> DraftManifest:
+    """Write the same draft with laws of its own, given or fitted to be accepted on the traces' answers.
+
+    A fitted law is kept only where its gain over the target's own law is outside the noise of the prompts.
+
+    Raises:
+        UserError: the draft's guesses have no law, or there is no sampled trace to fit on.
+    """
+    manifest = _extended(_manifest_for(source, target), "law", step)
+    drafter: Drafter = resolve("loaders", manifest.kind)(source, target.dtype)
+    if not isinstance(drafter, HasOwnLaws):
+        raise UserError(
+            f"{source} is a drafter of kind {manifest.kind}: its guesses are certain, it has no law to set."
+        )
+    fits = _fitted(source.name, drafter, traces, step, progress) if step.is_fitted else []
+    own = OwnLaws(tuple((fit.target_law, fit.law) for fit in fits), step.temperature, step.top_k)
+    options = {**manifest.options, "own_laws": own.to_json(), "law_fits": [fit.to_json() for fit in fits]}
+    manifest = replace(manifest, options=options, law=own.under(fits[0].target_law if fits else SamplingLaw()))
+    return write_draft(out, manifest, lambda folder: _copy_files(source, folder))
+
+
+def _fitted(name: str, drafter: Drafter, traces: Sequence[Trace], step: LawStep, progress: Progress) -> list[FittedLaw]:
+    sampled = [trace for trace in traces if not trace.info.law.is_greedy]
+    if not sampled:
+        raise UserError(
+            "There is no law to fit: all traces are greedy, and under a greedy target a draft is greedy too. "
+            "Collect a trace at a temperature, or give the draft's temperature."
+        )
+    k, answers = step.num_draft_tokens, step.answers
+    return [fit_law(name, drafter, trace, k, answers=answers, progress=progress) for trace in sampled]
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    for file in source.iterdir():
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name)
+        elif file.name != MANIFEST:
+            shutil.copyfile(file, folder / file.name)
+
+
 def build_ngram(
     target: LocalTarget, traces: Sequence[Trace], step: NgramStep, out: Path, progress: Progress = SILENT
 ) -> DraftManifest:
@@ -111,6 +166,8 @@ def learns(step: Step) -> bool:
             return step.settings.vocab > 0
         case "prune":
             return step.settings.by == "block-influence"
+        case "law":
+            return step.settings.is_fitted
         case verb:
             return verb == "distill"
 
@@ -257,9 +314,14 @@ def _blank(target: LocalTarget, kind: str) -> DraftManifest:
 def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
     done = {verb: step.model_dump(by_alias=True)}
     parents = (manifest.digest,) if manifest.files else ()
-    return replace(
+    manifest = replace(
         manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={}, curve=()
     )
+    if verb in ("law", "head"):
+        return manifest
+    # A law that was fitted to other weights says nothing of the new ones.
+    options = {name: value for name, value in manifest.options.items() if name not in ("own_laws", "law_fits")}
+    return replace(manifest, options=options, law=SamplingLaw())
 
 
 def _answer_ids(traces: Sequence[Trace]) -> list[np.ndarray]:

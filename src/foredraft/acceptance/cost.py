@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foredraft.acceptance.overhead import measure_overhead
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.progress import SILENT, Progress
@@ -19,7 +20,7 @@ from foredraft.core.speedup import break_even_acceptance
 from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
 
-_WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 2
 
 
 @runtime_checkable
@@ -46,18 +47,35 @@ class Seconds:
         return Seconds(median, low, high)
 
 
+NOTHING = Seconds(0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Timings at batch size 1, all interleaved in one run on one machine.
+    """Timings at one batch size, all interleaved in one run on one machine.
 
     Attributes:
         target: Entry n - 1: one target step over n tokens. It includes processing n laws and drawing the next
-            token, so that entry 0 is one step of plain decoding and no overhead is left to add.
+            token, so that entry 0 is one step of plain decoding but for the engine's loop.
         blocks: For each drafter, the draft lengths timed and the time of a whole proposal of that length.
+        overhead: Of a block beyond drafting and verifying.
+        plain_overhead: Of a plain step beyond the target's.
     """
 
     target: tuple[Seconds, ...]
     blocks: Mapping[str, Mapping[int, Seconds]]
+    overhead: Seconds = NOTHING
+    plain_overhead: Seconds = NOTHING
+
+    @property
+    def plain_seconds(self) -> float:
+        """Time of one step of plain decoding."""
+        return self.target[0].median + self.plain_overhead.median
+
+    def block_seconds(self, name: str, k: int, guess_share: float = 1.0) -> float:
+        """Return the time of a block of k draft tokens; see predicted_speedup."""
+        verify = guess_share * self.target[k].median + (1.0 - guess_share) * self.target[0].median
+        return self.draft_seconds(name, k) + verify + self.overhead.median
 
     def draft_seconds(self, name: str, k: int) -> float:
         """Return the time of proposing k tokens, on the line through the lengths that were timed."""
@@ -70,27 +88,27 @@ class Costs:
         return self.draft_seconds(name, longest) / longest / self.target[0].median
 
     def predicted_speedup(self, name: str, k: int, mean_tokens_per_call: float, guess_share: float = 1.0) -> float:
-        """Return the predicted wall-clock speedup over plain decoding (MATHS section 6, overhead in T_target).
+        """Return the predicted wall-clock speedup over plain decoding (docs/metrics.md).
 
         Args:
             guess_share: Share of the blocks that offer a draft token; the others verify nothing and cost the
                 target one plain step.
         """
-        verify = guess_share * self.target[k].median + (1.0 - guess_share) * self.target[0].median
-        return mean_tokens_per_call * self.target[0].median / (self.draft_seconds(name, k) + verify)
+        return mean_tokens_per_call * self.plain_seconds / self.block_seconds(name, k, guess_share)
 
     def break_even(self, name: str, k: int) -> float:
         """Return the acceptance, the same for every token, from which on k draft tokens pay; 1 where none does."""
-        block = (self.draft_seconds(name, k) + self.target[k].median) / self.target[0].median
-        return break_even_acceptance(k, block)
+        return break_even_acceptance(k, self.block_seconds(name, k) / self.plain_seconds)
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "target": [[step.median, step.low, step.high] for step in self.target],
+            "target": [list(astuple(step)) for step in self.target],
             "blocks": {
-                name: {str(k): [block.median, block.low, block.high] for k, block in blocks.items()}
+                name: {str(k): list(astuple(block)) for k, block in blocks.items()}
                 for name, blocks in self.blocks.items()
             },
+            "overhead": list(astuple(self.overhead)),
+            "plain_overhead": list(astuple(self.plain_overhead)),
         }
 
     @staticmethod
@@ -98,6 +116,8 @@ class Costs:
         return Costs(
             tuple(Seconds(*step) for step in data["target"]),
             {name: {int(k): Seconds(*block) for k, block in blocks.items()} for name, blocks in data["blocks"].items()},
+            Seconds(*data["overhead"]),
+            Seconds(*data["plain_overhead"]),
         )
 
 
@@ -110,7 +130,7 @@ def measure_costs(
     repeats: int,
     progress: Progress = SILENT,
 ) -> Costs:
-    """Time target steps of 1 .. max(ks) + 1 tokens and proposals of the shortest and longest of `ks`.
+    """Time target steps of 1 .. max(ks) + 1 tokens, proposals of the shortest and longest of `ks`, and the loop.
 
     Everything is timed once a round, in rounds, so that a slow moment of the machine meets all alike; the
     first rounds only warm up. Contexts grow by two tokens a round as they do while decoding.
@@ -122,7 +142,7 @@ def measure_costs(
     Raises:
         UserError: the text is too short for so many rounds.
     """
-    rounds = repeats + _WARM_UP_ROUNDS
+    rounds = repeats + WARM_UP_ROUNDS
     start = len(text) - 2 * rounds - max(ks) - 1
     if start < 1:
         raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + max(ks) + 2} tokens, not {len(text)}.")
@@ -135,12 +155,14 @@ def measure_costs(
                 run(text, start + 2 * number)
                 timings[name].append(time.perf_counter() - began)
             task.advance()
-    measured = {name: Seconds.of(values[_WARM_UP_ROUNDS:]) for name, values in timings.items()}
+    measured = {name: Seconds.of(values[WARM_UP_ROUNDS:]) for name, values in timings.items()}
     blocks: dict[str, dict[int, Seconds]] = {name: {} for name in drafters}
     for key, seconds in measured.items():
         if isinstance(key, tuple):
             blocks[key[0]][key[1]] = seconds
-    return Costs(tuple(measured[width] for width in range(1, max(ks) + 2)), blocks)
+    plain, block = measure_overhead(target.vocab_size, law, repeats)
+    steps = tuple(measured[width] for width in range(1, max(ks) + 2))
+    return Costs(steps, blocks, Seconds.of(block), Seconds.of(plain))
 
 
 def _target_clocks(target: TimedTarget, law: SamplingLaw, widest: int) -> dict[Any, Callable[[Tensor, int], None]]:

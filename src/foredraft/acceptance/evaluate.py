@@ -7,6 +7,7 @@ import numpy as np
 from foredraft.acceptance.replay import acceptance_given_text, as_arrays, replay_counts
 from foredraft.acceptance.report import AcceptanceReport, PromptCounts
 from foredraft.core.errors import DrafterError, NonFiniteError, TraceError, VocabMismatchError
+from foredraft.core.own_law import bound_for
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, EmittedProbs
 from foredraft.trace.rows import TraceRow
@@ -23,7 +24,7 @@ def score(
 
     Args:
         name: What errors and the progress bar call the drafter.
-        drafter: Bound to the trace's law here.
+        drafter: Bound here, to its own law for the trace's, or to the trace's.
         ks: Draft lengths, each >= 1.
 
     Raises:
@@ -32,7 +33,7 @@ def score(
         NonFiniteError: the drafter gave NaN; names the prompt and the position.
         DrafterError: the drafter gave something else than a probability for each token.
     """
-    return score_bound(name, drafter.bind(trace.info.law), trace, ks, progress)
+    return score_bound(name, bound_for(drafter, trace.info.law), trace, ks, progress)
 
 
 def score_bound(
@@ -49,10 +50,15 @@ def score_bound(
     with progress.task(f"scoring {name} {trace.info.law}", float(trace.info.num_tokens), "tokens") as task:
         answers = []
         for rows in _chunks(trace):
-            emitted = drafter.replay([row.answer() for row in rows], max(ks))
-            answers += [_counted(name, row, probs, ks) for row, probs in zip(rows, emitted, strict=True)]
+            answers += score_rows(name, drafter, rows, ks)
             task.advance(float(sum(len(row.answer_ids) for row in rows)))
     return AcceptanceReport.of(ks, answers)
+
+
+def score_rows(name: str, drafter: Drafter, rows: Sequence[TraceRow], ks: Sequence[int]) -> list[PromptCounts]:
+    """Return the counts of some answers, none of them empty; see score_bound."""
+    emitted = drafter.replay([row.answer() for row in rows], max(ks))
+    return [_counted(name, row, probs, ks) for row, probs in zip(rows, emitted, strict=True)]
 
 
 def _counted(name: str, row: TraceRow, emitted: EmittedProbs, ks: Sequence[int]) -> PromptCounts:

@@ -86,6 +86,11 @@ def expected_acceptance(report: AcceptanceReport) -> Ratio:
     return Ratio(np.array([prompt.accepted_sum for prompt in report.prompts]), _tokens(report))
 
 
+def scaled_tokens_per_call(k: int, factor: float) -> Callable[[AcceptanceReport], Ratio]:
+    """Return the ratio behind mean_tokens_per_call(k) * factor: a speedup, with the costs as they were measured."""
+    return lambda report: Ratio(factor * _tokens(report), report.calls(k))
+
+
 def interval(ratio: Ratio, generator: np.random.Generator) -> Interval:
     """Return a ratio with its percentile interval; without width where there is one prompt."""
     count = len(ratio.numerators)
@@ -97,8 +102,12 @@ def paired_difference(
     other: AcceptanceReport,
     metric: Callable[[AcceptanceReport], Ratio],
     generator: np.random.Generator,
+    other_metric: Callable[[AcceptanceReport], Ratio] | None = None,
 ) -> PairedDifference:
     """Return metric(report) - metric(other), resampling the prompts of both together.
+
+    Args:
+        other_metric: Of `other` where it differs, as predicted speedups do by their costs.
 
     Raises:
         UserError: the two were not scored on the same prompts in the same order.
@@ -106,7 +115,7 @@ def paired_difference(
     here, there = ([prompt.prompt_id for prompt in part.prompts] for part in (report, other))
     if here != there:
         raise UserError(f"Drafters scored on {len(here)} and {len(there)} other prompts cannot be compared in pairs.")
-    one, two = metric(report), metric(other)
+    one, two = metric(report), (other_metric or metric)(other)
     weights = _weights(len(here), generator)
     resampled = one.resampled(weights) - two.resampled(weights)
     difference = _interval(one.value - two.value, resampled, len(here))

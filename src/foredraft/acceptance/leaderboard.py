@@ -1,8 +1,9 @@
 """report.json: every drafter with its figures, in the form that other programs rely on."""
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,18 @@ import torch
 
 from foredraft.acceptance.audit import Audit
 from foredraft.acceptance.cost import Costs
-from foredraft.acceptance.intervals import expected_acceptance, interval, paired_difference, tokens_per_call
+from foredraft.acceptance.intervals import (
+    PairedDifference,
+    expected_acceptance,
+    interval,
+    paired_difference,
+    scaled_tokens_per_call,
+    tokens_per_call,
+)
+from foredraft.acceptance.prediction import Yield, batch_figures, passes_json
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.core.law import SamplingLaw
+from foredraft.core.roofline import PassFacts
 
 SCHEMA = 1
 _SEED = 0
@@ -28,6 +38,7 @@ class DrafterFacts:
         has_int8_body: Whether it multiplies with 8-bit weights.
         twin: Name of the candidate that differs only in computing the whole head; empty if there is none.
         parent: Name of the candidate that it was made from; empty if there is none.
+        passes: What a draft step moves and computes; None without a model.
     """
 
     kind: str
@@ -37,16 +48,26 @@ class DrafterFacts:
     has_int8_body: bool = False
     twin: str = ""
     parent: str = ""
+    passes: PassFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LawScores:
-    """All that was measured under one law, by drafter."""
+    """All that was measured under one law, by drafter. Without a target there are neither costs nor audits.
+
+    Attributes:
+        batches: Costs by batch size, 1 left out.
+        criteria: Of the drafters that have laws.
+        draft_laws: What each drafter draws from; certain guesses count as greedy.
+    """
 
     law: SamplingLaw
     reports: Mapping[str, AcceptanceReport]
-    costs: Costs
+    costs: Costs | None
     audits: Mapping[str, Audit]
+    batches: Mapping[int, Costs] = field(default_factory=dict)
+    criteria: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    draft_laws: Mapping[str, SamplingLaw] = field(default_factory=dict)
 
 
 def build_report(
@@ -57,14 +78,39 @@ def build_report(
     Args:
         target: name, fingerprint, dtype, parameters and bytes of the target.
     """
+    paired = [pair for scores in laws for pair in _pairs(scores, facts)]
     return {
         "schema": SCHEMA,
         "target": dict(target),
         "machine": describe_machine(),
-        "laws": [_law(scores, facts) for scores in laws],
-        "paired": [pair for scores in laws for pair in _pairs(scores, facts)],
-        "notes": [note for scores in laws for note in _notes(scores)],
+        "laws": [_law(scores, facts, target) for scores in laws],
+        "paired": paired,
+        "notes": [*noise_warnings(paired), *(note for scores in laws for note in _notes(scores))],
     }
+
+
+def noise_warnings(paired: Sequence[Mapping[str, Any]], drafter: str = "") -> list[str]:
+    """Return a sentence for each ranking by predicted speedup that these prompts do not settle.
+
+    Args:
+        paired: Of the report.
+        drafter: Only rankings that it is part of; empty takes all.
+    """
+    doubtful = [pair for pair in paired if pair["metric"] == "predicted_speedup" and pair["inside_noise"]]
+    return [_warning(pair) for pair in doubtful if drafter in ("", pair["better"], pair["worse"])]
+
+
+def _warning(pair: Mapping[str, Any]) -> str:
+    needed = pair["prompts_needed"]
+    told = (
+        f"about {needed} prompts like these would tell them apart"
+        if needed
+        else "more prompts will not tell them apart"
+    )
+    return (
+        f"{pair['law']}: {pair['better']} is predicted {pair['difference']:.2f}x faster than {pair['worse']}, which is "
+        f"inside the noise of {pair['prompts']} prompts; {told}."
+    )
 
 
 def describe_machine() -> dict[str, Any]:
@@ -77,28 +123,32 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]:
+def _law(scores: LawScores, facts: Mapping[str, DrafterFacts], target: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "label": str(scores.law),
         **asdict(scores.law),
-        "target_seconds": {str(n + 1): step.median for n, step in enumerate(scores.costs.target)},
-        "drafters": [_drafter(name, report, scores, facts[name]) for name, report in scores.reports.items()],
+        "target_seconds": {
+            str(n + 1): step.median for n, step in enumerate(scores.costs.target if scores.costs else ())
+        },
+        "overhead_seconds": scores.costs.overhead.median if scores.costs else None,
+        "batch": {
+            str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
+            for rows, costs in _by_batch(scores).items()
+        },
+        "drafters": [
+            _drafter(name, report, scores, facts[name]) | _explained(name, report, scores, facts[name], target)
+            for name, report in scores.reports.items()
+        ],
     }
 
 
 def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts) -> dict[str, Any]:
-    tokens = {k: report.mean_tokens_per_call(k) for k in report.ks}
-    predicted = {
-        k: scores.costs.predicted_speedup(name, k, value, report.guess_share(k)) for k, value in tokens.items()
-    }
     return {
         "name": name,
         "kind": facts.kind,
         **_score(report),
         "domains": {domain: _score(part) for domain, part in report.by_domain().items()},
-        "cost_ratio": scores.costs.cost_ratio(name),
-        "predicted_speedup": {str(k): value for k, value in predicted.items()},
-        "best_k": max(predicted, key=lambda k: predicted[k]),
+        **_timed(name, report, scores.costs),
         **_literal(scores.audits.get(name)),
         "parameters": facts.parameters,
         "bytes": facts.num_bytes,
@@ -106,6 +156,52 @@ def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: Draf
         "has_int8_body": facts.has_int8_body,
         "twin": facts.twin,
     }
+
+
+def _timed(name: str, report: AcceptanceReport, costs: Costs | None) -> dict[str, Any]:
+    if costs is None:
+        return {"cost_ratio": None, "predicted_speedup": None, "best_k": None}
+    predicted = {
+        k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k)) for k in report.ks
+    }
+    return {
+        "cost_ratio": costs.cost_ratio(name),
+        "predicted_speedup": {str(k): value for k, value in predicted.items()},
+        "best_k": max(predicted, key=lambda k: predicted[k]),
+    }
+
+
+def _explained(
+    name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts, target: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what other batch sizes and other machines are predicted from, and what explains the acceptance."""
+    blocks = scores.costs.blocks[name] if scores.costs else {}
+    return {
+        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
+        "draft_seconds": {str(k): block.median for k, block in blocks.items()},
+        "passes": passes_json(facts.passes),
+        "batch": _batches(name, report, scores),
+        "draft_law": asdict(scores.draft_laws[name]) if name in scores.draft_laws else None,
+        "criteria": _criteria(name, scores, facts, target),
+    }
+
+
+def _by_batch(scores: LawScores) -> dict[int, Costs]:
+    return {1: scores.costs, **scores.batches} if scores.costs else {}
+
+
+def _batches(name: str, report: AcceptanceReport, scores: LawScores) -> dict[str, Any]:
+    tokens, share = ({k: figure(k) for k in report.ks} for figure in (report.mean_tokens_per_call, report.guess_share))
+    worth = Yield(tokens, share)
+    return {str(rows): batch_figures(costs, name, worth, rows) for rows, costs in _by_batch(scores).items()}
+
+
+def _criteria(name: str, scores: LawScores, facts: DrafterFacts, target: Mapping[str, Any]) -> dict[str, Any] | None:
+    if name not in scores.criteria:
+        return None
+    memory = facts.num_bytes / target["bytes"] if target.get("bytes") else None
+    ratio = scores.costs.cost_ratio(name) if scores.costs else None
+    return {**scores.criteria[name], "memory_fraction": memory, "cost_ratio": ratio}
 
 
 def _score(report: AcceptanceReport) -> dict[str, Any]:
@@ -151,18 +247,39 @@ def _pairs(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> list[dict[st
         one, other = sorted((name, parent), key=lambda who: -scores.reports[who].expected_acceptance)
         generator = np.random.default_rng(_SEED)
         found = paired_difference(scores.reports[one], scores.reports[other], expected_acceptance, generator)
-        pairs.append(
-            {
-                "law": str(scores.law),
-                "better": one,
-                "worse": other,
-                "metric": "expected_acceptance",
-                "difference": found.difference.value,
-                "interval": found.difference.bounds,
-                "inside_noise": found.is_inside_noise,
-            }
-        )
-    return pairs
+        pairs.append(_pair(scores, one, other, "expected_acceptance", found))
+    return [*pairs, *_fastest_two(scores)]
+
+
+def _fastest_two(scores: LawScores) -> list[dict[str, Any]]:
+    """Compare the fastest drafter with the next: what a choice between them rests on."""
+    best = {name: _timed(name, report, scores.costs) for name, report in scores.reports.items() if scores.costs}
+    speedups = {name: timed["predicted_speedup"][str(timed["best_k"])] for name, timed in best.items()}
+    ranked = sorted(speedups, key=lambda name: -speedups[name])[:2]
+    if len(ranked) < 2:
+        return []
+    metrics = []
+    for name in ranked:
+        k = best[name]["best_k"]
+        metrics.append(scaled_tokens_per_call(k, speedups[name] / scores.reports[name].mean_tokens_per_call(k)))
+    one, other = (scores.reports[name] for name in ranked)
+    found = paired_difference(one, other, metrics[0], np.random.default_rng(_SEED), metrics[1])
+    return [_pair(scores, ranked[0], ranked[1], "predicted_speedup", found)]
+
+
+def _pair(scores: LawScores, one: str, other: str, metric: str, found: PairedDifference) -> dict[str, Any]:
+    needed = found.prompts_needed
+    return {
+        "law": str(scores.law),
+        "better": one,
+        "worse": other,
+        "metric": metric,
+        "difference": found.difference.value,
+        "interval": found.difference.bounds,
+        "inside_noise": found.is_inside_noise,
+        "prompts": len(scores.reports[one].prompts),
+        "prompts_needed": int(needed) if math.isfinite(needed) else None,
+    }
 
 
 def _notes(scores: LawScores) -> list[str]:

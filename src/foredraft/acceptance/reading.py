@@ -1,7 +1,7 @@
 """report.json, read into typed figures for the pages that show it. Optional parts may be absent."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,52 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchFigures:
+    """Predicted for one drafter at one batch size; best_k is 0 where plain decoding is the fastest.
+
+    Attributes:
+        machine: Name of a hardware profile; empty for the machine that costs were measured on.
+        speedup: At the best k.
+        break_even: Acceptance from which on the fastest draft length pays.
+        joules: Per token; NaN where the power is not known.
+        fits: Whether the pair fits into the machine's memory.
+    """
+
+    machine: str
+    rows: int
+    best_k: int
+    speedup: float
+    break_even: float
+    tokens_per_second: float
+    joules: float = math.nan
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CriteriaFigures:
+    """What explains a draft's acceptance and does not rank it; NaN where there is no figure."""
+
+    acceptance_low: float
+    acceptance_high: float
+    kl_low: float
+    kl_high: float
+    kl_infinite_share: float
+    top10_coverage: float
+    frequent_token_accuracy: float
+    entropy_ratio: float
+    memory_fraction: float
+    cost_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
-    """One drafter under one law. best_k is 0 where no cost was measured."""
+    """One drafter under one law. best_k is 0 where no cost was measured.
+
+    Attributes:
+        draft_law: The law it draws from, where that is not the target's; else empty.
+        batches: Here by batch size, then on other machines.
+        criteria: None for drafters without laws.
+    """
 
     name: str
     kind: str
@@ -56,6 +100,9 @@ class Standing:
     audit: Literal
     parameters: float
     num_bytes: float
+    draft_law: str = ""
+    batches: tuple[BatchFigures, ...] = ()
+    criteria: CriteriaFigures | None = None
 
     @property
     def tokens_at_best(self) -> Figure:
@@ -106,13 +153,14 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """`better` minus `worse` on the same prompts."""
+    """`better` minus `worse` on the same prompts; NaN prompts needed where that was not counted, or none suffice."""
 
     law: str
     better: str
     worse: str
     metric: str
     difference: Figure
+    prompts_needed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +216,12 @@ def read_report(report: Mapping[str, Any]) -> Reading:
 
 
 def _law_standings(law: Mapping[str, Any]) -> LawStandings:
-    drafters = sorted(map(_standing, law.get("drafters") or ()), key=_rank, reverse=True)
-    return LawStandings(_law_label(law), law.get("temperature") == 0, tuple(drafters))
+    label = _law_label(law)
+    drafters = sorted((_standing(entry, label) for entry in law.get("drafters") or ()), key=_rank, reverse=True)
+    return LawStandings(label, law.get("temperature") == 0, tuple(drafters))
 
 
-def _standing(entry: Mapping[str, Any]) -> Standing:
+def _standing(entry: Mapping[str, Any], law: str) -> Standing:
     predicted = {int(k): _float(value) for k, value in (entry.get("predicted_speedup") or {}).items()}
     best = max((k for k, value in predicted.items() if math.isfinite(value)), key=lambda k: predicted[k], default=0)
     measured = entry.get("measured_speedup") or {}
@@ -189,7 +238,40 @@ def _standing(entry: Mapping[str, Any]) -> Standing:
         audit=_literal(entry.get("audit") or {}),
         parameters=_float(entry.get("parameters")),
         num_bytes=_float(entry.get("bytes")),
+        draft_law=_draft_law(entry, law),
+        batches=tuple(_batches(entry)),
+        criteria=_criteria(entry["criteria"]) if entry.get("criteria") else None,
     )
+
+
+def _draft_law(entry: Mapping[str, Any], law: str) -> str:
+    """Return the law of a draft that has laws, where it is not the target's; guesses without one count as greedy."""
+    own = _law_label(entry.get("draft_law")) if entry.get("draft_law") and entry.get("criteria") else law
+    return own if own != law else ""
+
+
+def _batches(entry: Mapping[str, Any]) -> Iterator[BatchFigures]:
+    places = [("", entry.get("batch") or {}), *(entry.get("hardware") or {}).items()]
+    for machine, batches in places:
+        for rows, figures in batches.items():
+            predicted, even = figures["predicted_speedup"], figures["break_even_acceptance"]
+            best = max(predicted, key=lambda k: predicted[k])
+            yield BatchFigures(
+                _text(machine),
+                int(rows),
+                int(figures["best_k"]),
+                _float(predicted[best]),
+                _float(even.get(best)),
+                _float(figures.get("tokens_per_second")),
+                _float(figures.get("joules_per_token")),
+                bool(figures.get("fits", True)),
+            )
+
+
+def _criteria(entry: Mapping[str, Any]) -> CriteriaFigures:
+    bounds = [*(entry.get("expected_acceptance_bounds") or (None, None)), *(entry.get("kl_divergence") or (None, None))]
+    names = ("kl_infinite_share", "top10_coverage", "frequent_token_accuracy", "entropy_ratio", "memory_fraction")
+    return CriteriaFigures(*map(_float, bounds), *(_float(entry.get(name)) for name in (*names, "cost_ratio")))
 
 
 def _score(entry: Mapping[str, Any]) -> Score:
@@ -243,6 +325,7 @@ def _paired(entry: Mapping[str, Any]) -> PairedDifference:
         worse=_text(entry.get("worse")),
         metric=_text(entry.get("metric")),
         difference=_figure(entry.get("difference"), entry.get("interval")),
+        prompts_needed=_float(entry.get("prompts_needed")),
     )
 
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from foredraft.acceptance.reading import Choice, LawStandings, Standing, read_report
+from foredraft.acceptance.reading import BatchFigures, Choice, LawStandings, Standing, read_report
 from foredraft.acceptance.wording import (
     NOT_MEASURED,
     cost,
@@ -17,6 +17,7 @@ from foredraft.acceptance.wording import (
     number,
     percent,
     percent_interval,
+    quantity,
     shortened,
     size,
     times,
@@ -38,6 +39,7 @@ def leaderboard_table(report: Mapping[str, Any]) -> RenderableType:
     """
     reading = read_report(report)
     parts: list[RenderableType] = [_law_table(law, reading.choice) for law in reading.laws]
+    parts += [table for law in reading.laws for table in _batch_tables(law)]
     if any(not _is_complete(drafter) for law in reading.laws for drafter in law.drafters):
         parts.append(Text(f"{NO_FIGURE}  {NOT_MEASURED}", style="dim"))
     parts.append(Text(_sentence(reading.choice), style="bold"))
@@ -59,6 +61,38 @@ def _law_table(law: LawStandings, choice: Choice) -> Table:
         chosen = drafter.name == choice.drafter
         table.add_row(*map(Text, _cells(drafter, chosen)), style="bold green" if chosen else "")
     return table
+
+
+def _batch_tables(law: LawStandings) -> list[Table]:
+    """Return what batches change, for each machine: nothing where there is one batch size, and none elsewhere."""
+    tables = []
+    for machine in dict.fromkeys(figures.machine for drafter in law.drafters for figures in drafter.batches):
+        found = {drafter.name: _on(machine, drafter) for drafter in law.drafters}
+        sizes = sorted({rows for batches in found.values() for rows in batches})
+        if not machine and len(sizes) < 2:
+            continue
+        table = Table(
+            title=Text(f"{law.label}, predicted {f'on {machine} ' if machine else ''}by batch size", style="bold"),
+            title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+        )  # fmt: skip
+        table.add_column("drafter", overflow="fold", min_width=14)
+        for rows in sizes:
+            table.add_column(f"{rows} request{'s' if rows > 1 else ''}", justify="right")
+        for name, batches in found.items():
+            table.add_row(name, *(batch_words(batches[rows]) if rows in batches else NO_FIGURE for rows in sizes))
+        tables.append(table)
+    return tables
+
+
+def _on(machine: str, drafter: Standing) -> dict[int, BatchFigures]:
+    return {figures.rows: figures for figures in drafter.batches if figures.machine == machine}
+
+
+def batch_words(figures: BatchFigures) -> str:
+    """Return a prediction in a few words, such as `1.62x k=4, 88 tok/s`."""
+    gain = f"{times(figures.speedup)} k={figures.best_k}" if figures.best_k else "no gain"
+    room = "" if figures.fits else ", too large"
+    return f"{gain}, {quantity(figures.tokens_per_second)} tok/s{room}"
 
 
 def _cells(drafter: Standing, chosen: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """What everything pluggable must offer. A class is one of these protocols or final."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -94,6 +94,17 @@ class Drafter(Protocol):
         """Return, for each answer, what `propose` would have given to its tokens. No randomness.
 
         Must equal propose: see tests/contract_drafter.py.
+        """
+
+
+@runtime_checkable
+class LawGiver(Protocol):
+    """A drafter that can say its whole law at every position of a text, many positions at a time."""
+
+    def laws(self, answers: Sequence[Answer]) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some vocab"]]]:
+        """Yield positions, counted over all answers in order, and the law before the token at each of them.
+
+        Positions come in any order, a few hundred at a time; one without a guess does not come. Must equal propose.
         """
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from foredraft.acceptance.wording import number, times
 from foredraft.checkpoint import DraftManifest
+from foredraft.core.own_law import TARGETS_LAWS, OwnLaws
 from foredraft.models.target import LocalTarget
 
 
@@ -63,6 +64,7 @@ def model_card(manifest: DraftManifest, target: LocalTarget, k: int, head_rows: 
             "## Measured",
             "",
             *_measured(manifest.measured, k, head_rows),
+            *_own_law(manifest),
             "",
             "## Licence",
             "",
@@ -92,6 +94,18 @@ def _steps(manifest: DraftManifest) -> Iterator[str]:
     if manifest.training_tokens:
         yield ""
         yield f"Trained on {manifest.training_tokens:,} tokens that the target wrote itself, repeats included."
+
+
+def _own_law(manifest: DraftManifest) -> Iterator[str]:
+    laws = OwnLaws.from_json(manifest.options.get("own_laws", {}))
+    if laws == TARGETS_LAWS:
+        return
+    yield ""
+    yield (
+        f"Measured drawing its guesses from a law of its own ({laws}). transformers lets a draft draw with the "
+        "target's temperature and top-k, whatever its generation_config.json says, so that acceptance there is that "
+        "of the target's law. The text is the target's own either way."
+    )
 
 
 def _measured(measured: Mapping[str, Any], k: int, head_rows: int) -> Iterator[str]:

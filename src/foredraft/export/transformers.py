@@ -50,7 +50,8 @@ def export_transformers(source: Path, target: LocalTarget, k: int, out: Path) ->
     exported = replace(
         manifest,
         options={**manifest.options, "head_rows": 0},
-        measured={} if len(draft.head_token_ids) else manifest.measured,
+        # What was measured with fewer rows, or under a law of the draft's own, does not hold in transformers.
+        measured={} if len(draft.head_token_ids) or "own_laws" in manifest.options else manifest.measured,
     )
 
     def fill(folder: Path) -> None:
@@ -71,6 +72,11 @@ def assistant_plan(target: LocalTarget, k: int) -> GenerationConfig:
     transformers reads the draft's own num_assistant_tokens, schedule and confidence threshold. A
     threshold would end blocks early, at a length that nobody measured. Nothing else of the target's
     settings belongs here: a repetition penalty in a draft's settings changes what it guesses.
+
+    A draft's own temperature, top_k or do_sample has no effect there: transformers 5.24 lets the draft generate with
+    the target's settings, every one of them filled in, and with the target's logits processors
+    (generation/candidate_generator.py, AssistedCandidateGenerator). They are therefore not written; foredraft.json
+    keeps the draft's own law.
     """
     stops = target.model.generation_config
     return GenerationConfig(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import final
 
@@ -16,13 +17,17 @@ from transformers import PreTrainedModel
 from foredraft.checkpoint import MANIFEST, read_manifest
 from foredraft.core.errors import CapabilityError
 from foredraft.core.law import SamplingLaw, law_probs, sample_index, token_logprobs
+from foredraft.core.own_law import TARGETS_LAWS, OwnLaws
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
+from foredraft.core.roofline import PassFacts
 from foredraft.models.batch_session import BatchSession
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
 from foredraft.models.loading import max_context
+from foredraft.models.passes import pass_facts
 from foredraft.models.session import Session
+from foredraft.models.timing import EqualTexts
 
 _PASS_TOKENS = 4096
 _HEAD_POSITIONS = 512
@@ -36,13 +41,22 @@ class CausalLMDrafter:
 
     Attributes:
         vocab_size: Width of its laws, the target's; may differ from the draft's own columns by padding rows.
+        own_laws: Which law to bind it to, by the target's.
     """
 
-    def __init__(self, draft: Draft, law: SamplingLaw, vocab_size: int, kind: str = "causal-lm") -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        law: SamplingLaw,
+        vocab_size: int,
+        kind: str = "causal-lm",
+        own_laws: OwnLaws = TARGETS_LAWS,
+    ) -> None:
         self.draft = draft
         self.law = law
         self.vocab_size = vocab_size
         self.kind = kind
+        self.own_laws = own_laws
         self._head = Head(draft.model, draft.head_token_ids, num_tokens=vocab_size)
         self._session = Session(draft.model, self._head)
         self._tokens, self._row_of = _token_maps(self._head, vocab_size)
@@ -75,6 +89,15 @@ class CausalLMDrafter:
         twin = copy(self)
         twin.law, twin._session = law, Session(self.draft.model, self._head)
         return twin
+
+    def texts(self, token_ids: Int[Tensor, "rows context"]) -> EqualTexts:
+        """Return texts of equal length that the draft has read, to time its steps over a batch."""
+        return EqualTexts(self.draft.model, self._head, token_ids)
+
+    @property
+    def passes(self) -> PassFacts:
+        """What one draft step moves and computes."""
+        return pass_facts(self.draft.model, len(self._head.token_ids), self._head.copied_bytes)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         """Return k draft tokens, fewer where the draft's own context ends; none after an empty text."""
@@ -133,6 +156,21 @@ class CausalLMDrafter:
             for index, part in zip(group, scored, strict=True):
                 probs[index] = part
         return [_to_length(part, answer.num_tokens) for part, answer in zip(probs, answers, strict=True)]
+
+    def laws(self, answers: Sequence[Answer]) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some vocab"]]]:
+        """Yield positions over all answers and the draft's law there; see LawGiver."""
+        starts = [0, *accumulate(answer.num_tokens for answer in answers)]
+        for group in _groups(answers):
+            states = self._states([answers[index] for index in group])
+            positions = [torch.arange(len(part)) + starts[index] for index, part in zip(group, states, strict=True)]
+            for some, hidden in zip(
+                torch.cat(positions).split(_HEAD_POSITIONS), torch.cat(states).split(_HEAD_POSITIONS), strict=True
+            ):
+                yield some, self._law_after(hidden)
+
+    @torch.no_grad()
+    def _law_after(self, states: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions vocab"]:
+        return self._over_vocabulary(law_probs(self._head.logits(states), self.law)).cpu()
 
     @torch.no_grad()
     def _states(self, answers: Sequence[Answer]) -> list[Float[Tensor, "_ hidden"]]:
@@ -209,7 +247,8 @@ def load_causal_lm_drafter(path: Path, dtype: str = "auto") -> CausalLMDrafter:
     draft = load_draft(path, dtype)
     if (path / MANIFEST).is_file():
         manifest = read_manifest(path)
-        return CausalLMDrafter(draft, manifest.law, manifest.vocab_size)
+        own_laws = OwnLaws.from_json(manifest.options.get("own_laws", {}))
+        return CausalLMDrafter(draft, manifest.law, manifest.vocab_size, own_laws=own_laws)
     return CausalLMDrafter(draft, SamplingLaw(), Head(draft.model).num_columns)
 
 

@@ -13,11 +13,14 @@ from transformers import PreTrainedModel
 from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
 from foredraft.core.protocols import Continuation
+from foredraft.core.roofline import PassFacts
 from foredraft.models.batch import Batch
 from foredraft.models.batch_session import BatchSession
 from foredraft.models.head import Head
 from foredraft.models.loading import LoadedModel, load_causal_lm, max_context
+from foredraft.models.passes import pass_facts
 from foredraft.models.session import Session
+from foredraft.models.timing import EqualTexts
 
 _CACHE_BYTES = 2 << 30
 
@@ -93,6 +96,15 @@ class LocalTarget:
     def batch_session(self, num_texts: int) -> BatchSession:
         """Return new caches that follow several texts; see `session`."""
         return BatchSession(self.model, self._head, num_texts)
+
+    def texts(self, token_ids: Int[Tensor, "rows context"]) -> EqualTexts:
+        """Return texts of equal length that the target has read, to time its steps over a batch."""
+        return EqualTexts(self.model, self._head, token_ids)
+
+    @property
+    def passes(self) -> PassFacts:
+        """What one pass moves and computes."""
+        return pass_facts(self.model)
 
     @torch.no_grad()
     def write(

@@ -1,6 +1,6 @@
 """The n-gram law: probabilities over the whole vocabulary from counts, smoothed over shorter contexts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.checkpoint import DraftManifest, read_manifest, write_draft
 from foredraft.core.law import SamplingLaw, law_probs, sample_index
+from foredraft.core.own_law import TARGETS_LAWS, OwnLaws
 from foredraft.core.progress import Progress
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
@@ -25,6 +26,7 @@ FILE = "counts.ngram"
 DISCOUNT = 0.75
 BACKOFF = 0.4
 UNSEEN = 0.01  # mass of the uniform law below the shortest context
+_LAWS_AT_ONCE = 256
 _INTERPOLATED, _STUPID = 0, 1
 SMOOTHINGS = {"interpolated": _INTERPOLATED, "stupid-backoff": _STUPID}
 
@@ -40,6 +42,7 @@ class NgramLaw:
 
     Attributes:
         base: The law of the empty context.
+        own_laws: Which law to bind it to, by the target's.
     """
 
     vocab_size: int
@@ -49,6 +52,7 @@ class NgramLaw:
     law: SamplingLaw
     num_parameters: int = 0
     kind: str = KIND
+    own_laws: OwnLaws = TARGETS_LAWS
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +76,16 @@ class NgramLaw:
 
     def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
         return [self._replay_one(answer) for answer in answers]
+
+    def laws(self, answers: Sequence[Answer]) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some vocab"]]]:
+        """Yield positions over all answers and the law there; see LawGiver."""
+        begin = 0
+        for answer in answers:
+            tokens = answer.token_ids.numpy()
+            for first in range(0, answer.num_tokens, _LAWS_AT_ONCE):
+                some = torch.arange(first, min(first + _LAWS_AT_ONCE, answer.num_tokens))
+                yield begin + some, torch.stack([self._probs(tokens, answer.start + index) for index in some.tolist()])
+            begin += answer.num_tokens
 
     def matched(self, answer: Answer) -> Int[Tensor, " answer"]:
         """Return the length of the longest known context before each answer token."""
@@ -150,7 +164,8 @@ def load_ngram_law(path: Path, dtype: str = "auto") -> NgramLaw:
     manifest = read_manifest(path)
     container = open_container(path / FILE, KIND).verify()
     container.require_tokenizer(manifest.vocab_size, manifest.tokenizer_fingerprint)
-    return ngram_law(container.vocab_size, read_counts(container), manifest.options["smoothing"], manifest.law)
+    law = ngram_law(container.vocab_size, read_counts(container), manifest.options["smoothing"], manifest.law)
+    return replace(law, own_laws=OwnLaws.from_json(manifest.options.get("own_laws", {})))
 
 
 @jit

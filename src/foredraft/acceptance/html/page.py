@@ -53,6 +53,8 @@ def render(report: Mapping[str, Any]) -> str:
         _positions(reading, colours),
         _tokens(reading, colours),
         _costs(reading, colours),
+        *_batches(reading, colours),
+        *_criteria(reading, colours),
         _domains(reading, colours),
         _training(reading, colours),
         _audits(reading, colours),
@@ -167,6 +169,34 @@ def _costs(reading: Reading, colours: Colours) -> Element:
     costliest = _largest(drafter.cost_ratio for drafter in _standings(reading))
     panels = [_panel(law.label, partial(plots.cost_plot, law, colours, costliest)) for law in reading.laws]
     return _section("cost", "Speed against quality", about, *_grid(panels))
+
+
+def _batches(reading: Reading, colours: Colours) -> list[Element]:
+    """Nothing where one batch size was timed here and no other machine was asked for."""
+    found = [figures for drafter in _standings(reading) for figures in drafter.batches]
+    machines = [
+        name for name in dict.fromkeys(one.machine for one in found) if name or len({one.rows for one in found}) > 1
+    ]
+    if not machines:
+        return []
+    about = (
+        "Requests decoded together share each step: verifying stops being free, and drafting pays less. k = 0 is plain "
+    )
+    about += "decoding. Other machines are predicted from their profiles, by moving and computing; drafters without a "
+    about += "model keep the time measured here."
+    boxes = [tables.batches(law, machine, colours) for machine in machines for law in reading.laws]
+    return [_section("batches", "By batch size", about, *_beside(boxes))]
+
+
+def _criteria(reading: Reading, colours: Colours) -> list[Element]:
+    laws = [law for law in reading.laws if any(drafter.criteria for drafter in law.drafters)]
+    if not laws:
+        return []
+    about = (
+        "None of these ranks drafts by itself: acceptance and time do. They say where a draft's law differs from the "
+    )
+    about += "target's, on some answers. What the target's law is outside its stored tokens is not known, hence bounds."
+    return [_section("criteria", "Criteria", about, *_beside([tables.criteria(law, colours) for law in laws]))]
 
 
 def _domains(reading: Reading, colours: Colours) -> Element:

@@ -9,6 +9,7 @@ from foredraft.acceptance.html.markup import Content, element, extend
 from foredraft.acceptance.reading import Choice, CurvePoint, LawStandings, PairedDifference, Reading, Standing
 from foredraft.acceptance.wording import (
     NOT_MEASURED,
+    RANGE,
     Figure,
     cost,
     duration,
@@ -63,7 +64,7 @@ def leaderboard(
         predicted = drafter.predicted_at_best
         rows.append(
             (
-                drafter_name(drafter.name, colours[drafter.name], drafter.kind, chosen),
+                drafter_name(drafter.name, colours[drafter.name], _kind(drafter), chosen),
                 _with_interval(times(predicted.value), interval(predicted)),
                 element("td", strip(predicted, scale, PLAIN, _in_words(drafter)), class_="plot"),
                 str(drafter.best_k) if drafter.best_k else _missing(),
@@ -193,9 +194,10 @@ def paired_differences(paired: Sequence[PairedDifference], colours: Mapping[str,
                 element("td", pair.metric.replace("_", " "), class_="words"),
                 _with_interval(value, bounds),
                 element("td", _verdict(pair.difference), class_="words"),
+                _or_missing(number(pair.prompts_needed, 0)),
             )
         )
-    headers = ("drafter", "against", "law", "metric", "difference", "reading")
+    headers = ("drafter", "against", "law", "metric", "difference", "reading", "prompts needed")
     return table("Paired differences on the same prompts", headers, rows, "figures paired")
 
 
@@ -206,6 +208,74 @@ def reasons(choice: Choice, colours: Mapping[str, int]) -> Element:
         for name, reason in choice.reasons
     ]
     return table("Why the others were not chosen", ("drafter", "reason"), rows, "reasons")
+
+
+def batches(law: LawStandings, machine: str, colours: Mapping[str, int]) -> Element:
+    """Return what is predicted at each batch size, here or on another machine."""
+    found = [(drafter, one) for drafter in law.drafters for one in drafter.batches if one.machine == machine]
+    rows = []
+    for drafter, one in found:
+        rows.append(
+            (
+                drafter_name(drafter.name, colours[drafter.name]),
+                str(one.rows),
+                times(one.speedup) if one.best_k else element("td", "no gain", class_="words"),
+                str(one.best_k or "0"),
+                _or_missing(percent(one.break_even)),
+                _or_missing(quantity(one.tokens_per_second)),
+                _or_missing(number(one.joules, 3)),
+                element("td", "fits" if one.fits else "too large", class_="words"),
+            )
+        )
+    headers = (
+        "drafter",
+        "requests",
+        "speedup",
+        "best k",
+        "break-even acceptance",
+        "tokens/s",
+        "joules/token",
+        "memory",
+    )
+    where = f"on {machine}" if machine else "here"
+    return table(f"Predicted by batch size {where}, {law.label}", headers, rows, "figures batches")
+
+
+def criteria(law: LawStandings, colours: Mapping[str, int]) -> Element:
+    """Return what explains the acceptance of the drafts that have laws."""
+    rows = []
+    for drafter in law.drafters:
+        if drafter.criteria is None:
+            continue
+        found = drafter.criteria
+        rows.append(
+            (
+                drafter_name(drafter.name, colours[drafter.name]),
+                _or_missing(_between(found.acceptance_low, found.acceptance_high)),
+                _or_missing(_between(found.kl_low, found.kl_high)),
+                _or_missing(percent(found.kl_infinite_share)),
+                _or_missing(percent(found.top10_coverage)),
+                _or_missing(percent(found.frequent_token_accuracy)),
+                _or_missing(number(found.entropy_ratio)),
+                _or_missing(percent(found.memory_fraction)),
+                _or_missing(cost(found.cost_ratio)),
+            )
+        )
+    headers = (
+        "drafter", "acceptance, bounds", "KL, nats", "KL infinite", "in its top 10", "right on frequent tokens",
+        "entropy ratio", "memory", "cost ratio",
+    )  # fmt: skip
+    return table(f"Criteria at {law.label}", headers, rows, "figures criteria")
+
+
+def _between(low: float, high: float) -> str:
+    if math.isfinite(low) and not math.isfinite(high):
+        return f"at least {number(low, 3)}"
+    return f"{number(low, 3)}{RANGE}{number(high, 3)}" if math.isfinite(low) else NOT_MEASURED
+
+
+def _kind(drafter: Standing) -> str:
+    return f"{drafter.kind}, draws at {drafter.draft_law}" if drafter.draft_law else drafter.kind
 
 
 def stages(reading: Reading) -> Element:

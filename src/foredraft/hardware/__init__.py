@@ -1,0 +1,1 @@
+"""Machines that predictions can be made for: figures of their makers, one YAML each."""
