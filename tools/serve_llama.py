@@ -1,6 +1,6 @@
 """Starts llama.cpp's server from the wheel xllamacpp and prints its address; ends when stdin does.
 
-    DIR/bin/python tools/serve_llama.py MODEL.gguf [--draft DRAFT.gguf --k 4] [--slots 2] [--context 2048]
+DIR/bin/python tools/serve_llama.py MODEL.gguf [--draft DRAFT.gguf --k 4] [--slots 2] [--context 2048]
 """
 
 import argparse

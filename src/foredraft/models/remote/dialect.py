@@ -31,7 +31,7 @@ _NEUTRAL: Mapping[str, Mapping[str, Any]] = {
     },
     # Its own order draws the temperature last; top-k and top-p belong behind it.
     LLAMA_CPP: {"min_p": 0.0, "repeat_penalty": 1.0, "samplers": ["temperature", "top_k", "top_p"]},
-    SGLANG: {"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False},
+    SGLANG: {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True, "skip_special_tokens": False},
     OTHER: {},
 }
 

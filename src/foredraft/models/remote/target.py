@@ -34,11 +34,11 @@ class Served:
     Attributes:
         dialect: See dialect.py.
         model: Name under which it serves the model.
-        facts: What it says of the model itself: root, size, context, quantization.
+        facts: What it says of the model itself: where it came from, its size, its quantization.
         num_rows, max_context: 0 where it does not say.
         dtype: Kind of the weights, "unknown" where it does not say.
         takes_ids: Whether prompts may be token ids.
-        gives_ids: Whether it says which token ids it emitted.
+        gives_ids: Whether its log-probabilities name tokens by id, and not only by text.
     """
 
     dialect: str
@@ -109,7 +109,8 @@ class RemoteTarget:
 
     @property
     def name(self) -> str:
-        return self._served.model
+        """Name of the model there; a path's last part."""
+        return PurePath(self._served.model).name if self._served.model.startswith("/") else self._served.model
 
     @property
     def fingerprint(self) -> str:
@@ -118,7 +119,7 @@ class RemoteTarget:
         Not of the address, so that a trace goes on behind another port. It cannot see weights: other weights
         under the same name and size, an adapter, or a cache in fewer bits are not noticed.
         """
-        facts = [self._served.dialect, self._served.model, self._served.facts]
+        facts = [self._served.dialect, self.name, self._served.facts]
         return digest_of([facts, self._vocabulary.fingerprint])
 
     @property
@@ -174,7 +175,7 @@ class RemoteTarget:
                 "collect with --top 0."
             )
         bodies = [
-            request(self._served.dialect, self.name, self._prompt(prompt), law, max_new_tokens, top, seed)
+            request(self._served.dialect, self._served.model, self._prompt(prompt), law, max_new_tokens, top, seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
@@ -185,7 +186,15 @@ class RemoteTarget:
             on_tokens(len(continuation.token_ids))
             return continuation
 
-        return self._client.post_all("/v1/completions", bodies, read)
+        try:
+            return self._client.post_all("/v1/completions", bodies, read)
+        except UserError as error:
+            if "logprobs" not in str(error):
+                raise
+            raise CapabilityError(
+                f"{error}\nAsk for fewer alternatives (--top, {top} now), or let the server give more "
+                f"(vLLM: --max-logprobs {top})."
+            ) from error
 
     def _prompt(self, prompt: Int[Tensor, " _"]) -> list[int] | str:
         if self._served.takes_ids:
@@ -360,7 +369,7 @@ def _served(client: Client, wanted: str) -> Served:
     entry = listed[names.index(wanted)] if wanted else listed[0]
     meta = entry.get("meta") or {}
     owner = str(entry.get("owned_by"))
-    facts = {"root": PurePath(str(entry.get("root") or "")).name, "max_model_len": entry.get("max_model_len")}
+    facts: dict[str, Any] = {"root": PurePath(str(entry.get("root") or "")).name}
     facts |= {key: meta[key] for key in ("n_params", "size", "ftype", "n_vocab") if key in meta}
     return Served(
         dialect=owner if owner in (VLLM, LLAMA_CPP, SGLANG) else OTHER,
@@ -408,7 +417,7 @@ def _probed(client: Client, served: Served, vocabulary: Vocabulary) -> Served:
         # Some take text only; whatever else is wrong shows again.
         served = replace(served, takes_ids=False)
         said = _ask(client, served, vocabulary, GREEDY, top=0)
-    gives_ids = bool(said.token_ids) or bool(said.tokens) and all(token.token_id >= 0 for token in said.tokens)
+    gives_ids = all(token.token_id >= 0 for token in said.tokens)
     return replace(served, gives_ids=gives_ids)
 
 
