@@ -258,7 +258,7 @@ Examples:
 
     foredraft evaluate-acceptance --target my-model --drafter prompt-lookup:max_match=4 --trace trace --out scores
 
-    foredraft evaluate-acceptance --drafter draft --trace trace-of-a-server --server-metrics http://host:8000 --out scores
+    foredraft evaluate-acceptance --drafter draft --trace trace --server-metrics http://host:8000 --out scores
 """,
 )
 def evaluate_acceptance(

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from foredraft.acceptance.wording import NOT_MEASURED, number
@@ -51,7 +52,9 @@ class ServerCounters:
     def acceptance_by_position(self) -> tuple[float, ...]:
         """P(draft token i accepted | all before it were), if every block had as many tokens as there are positions."""
         before = (self.num_drafts, *self.accepted_by_position)
-        return tuple(now / then if then else math.nan for then, now in zip(before, self.accepted_by_position))
+        return tuple(
+            now / then if then else math.nan for then, now in zip(before, self.accepted_by_position, strict=False)
+        )
 
     @property
     def acceptance_rate(self) -> float:
@@ -88,7 +91,8 @@ class ServerCounters:
 
     def since(self, earlier: "ServerCounters") -> "ServerCounters":
         """Return what came after `earlier`, counts only."""
-        positions = zip(self.accepted_by_position, earlier.accepted_by_position or (0.0,) * 64)
+        # Servers name a position when it is first accepted.
+        positions = zip_longest(self.accepted_by_position, earlier.accepted_by_position, fillvalue=0.0)
         return _of_counts(
             self.runtime,
             self.num_drafts - earlier.num_drafts,
@@ -135,8 +139,8 @@ def parse_metrics(text: str, where: str = "the server") -> ServerCounters:
         rates = _of(samples, "sglang:spec_accept_rate")
         return ServerCounters("sglang", math.nan, math.nan, math.nan, (), _mean(lengths), _mean(rates))
     raise CapabilityError(
-        f"{where} counts no speculative decoding: is a drafter loaded and switched on? vLLM needs --speculative-config, "
-        "llama.cpp --spec-type, SGLang --speculative-algorithm."
+        f"{where} counts no speculative decoding: is a drafter loaded and switched on? vLLM needs "
+        "--speculative-config, llama.cpp --spec-type, SGLang --speculative-algorithm."
     )
 
 

@@ -126,7 +126,7 @@ class Continuation:
 
 @runtime_checkable
 class Speaker(Protocol):
-    """Who wrote some text, as far as a drafter must know: the tokens it speaks. A target, or what a trace says of one."""
+    """Who wrote some text, as far as a drafter must know it: a target, or what a trace says of one."""
 
     @property
     def name(self) -> str: ...

@@ -173,7 +173,7 @@ def collect_logged(
             readings = target.read(part, law, settings.top, lambda tokens: task.advance(float(tokens)))
             _refuse_impossible(target, logged, part, readings, law, near_tie)
             writer.append([_row(*row) for row in zip(logged, part, readings, strict=True)])
-            checks += sum(map(_checked, readings), _respelled(target, logged, part))
+            checks += sum((_checked(reading, law) for reading in readings), _respelled(target, logged, part))
     trace = writer.finish()
     if checks.is_suspicious:
         _log.warning("%s: %s", out, checks.sentence)
@@ -341,17 +341,16 @@ def _row(answer: LoggedAnswer, text: Answer, reading: Reading) -> TraceRow:
     )
 
 
-def _checked(reading: Reading) -> LogChecks:
-    is_greedy = not bool(reading.logprobs.any())
+def _checked(reading: Reading, law: SamplingLaw) -> LogChecks:
     surprise, variance = float((reading.logprobs - reading.mean).sum()), float(reading.variance.sum())
     score = surprise / math.sqrt(variance) if variance > 0 else 0.0
     return LogChecks(
         tokens=len(reading.gap),
         near_ties=int((reading.gap > 0).sum()),
-        surprise=0.0 if is_greedy else surprise,
-        variance=0.0 if is_greedy else variance,
+        surprise=0.0 if law.is_greedy else surprise,
+        variance=0.0 if law.is_greedy else variance,
         answers=1,
-        outside=int(not is_greedy and abs(score) > _OUTSIDE),
+        outside=int(not law.is_greedy and abs(score) > _OUTSIDE),
     )
 
 

@@ -144,5 +144,5 @@ def _matrices(column: pa.ListArray) -> list[Tensor]:
     ]
 
 
-def _width(positions: Any, start: int, end: int) -> int:
+def _width(positions: Any, start: Any, end: Any) -> int:
     return int(positions[start + 1] - positions[start]) if end > start else 0

@@ -45,11 +45,14 @@ class Patience:
         return min(wait, self.longest_wait)
 
 
+PATIENT = Patience()
+
+
 @final
 class Client:
     """Talks JSON with one server. Sends the key in FOREDRAFT_API_KEY, if there is one, as a bearer token."""
 
-    def __init__(self, base: str, in_flight: int = 32, patience: Patience = Patience()) -> None:
+    def __init__(self, base: str, in_flight: int = 32, patience: Patience = PATIENT) -> None:
         """Store where and how.
 
         Args:

@@ -7,7 +7,7 @@ log-probabilities: lists by kind, as OpenAI's completions once had, and one obje
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +18,7 @@ VLLM, LLAMA_CPP, SGLANG, OTHER = "vllm", "llamacpp", "sglang", "other"
 _SEEDS = 2**31
 # vLLM writes the logarithm of nothing as -9999.
 _NOTHING = -9000.0
+_NO_FIGURE: Mapping[str, Any] = {"logprob": math.nan}
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 
 # What servers do to a law unless they are told not to. Some take their defaults from the model's own files.
@@ -128,12 +129,14 @@ def read_reply(reply: Any, where: str) -> Said:
 def _logprobs(given: Mapping[str, Any]) -> tuple[tuple[Token, ...], tuple[tuple[Token, ...], ...]]:
     if given.get("content") is not None:
         entries = given["content"]
-        tops = (entry.get("top_logprobs", entry.get("top_probs")) or () for entry in entries)
-        return tuple(map(_entry, entries)), tuple(_best_first(map(_entry, top)) for top in tops)
+        lists = [entry.get("top_logprobs", entry.get("top_probs")) or () for entry in entries]
+        # llama.cpp writes probability 1 without alternatives for draft tokens that it accepted: that is no figure.
+        emitted = (replace(_entry(entry), **({} if one else _NO_FIGURE)) for entry, one in zip_longest(entries, lists))
+        return tuple(emitted), tuple(_best_first(map(_entry, one)) for one in lists)
     texts, logprobs = given.get("tokens") or (), given.get("token_logprobs") or ()
-    emitted = tuple(_named(text, value) for text, value in zip_longest(texts, logprobs))
-    tops = given.get("top_logprobs") or [{}] * len(emitted)
-    return emitted, tuple(_best_first(_named(text, value) for text, value in (top or {}).items()) for top in tops)
+    named = tuple(_named(text, value) for text, value in zip_longest(texts, logprobs))
+    tops = given.get("top_logprobs") or [{}] * len(named)
+    return named, tuple(_best_first(_named(text, value) for text, value in (top or {}).items()) for top in tops)
 
 
 def _entry(entry: Mapping[str, Any]) -> Token:

@@ -15,7 +15,7 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import CapabilityError, UserError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.protocols import Continuation
-from foredraft.models.remote.client import Client, Patience
+from foredraft.models.remote.client import PATIENT, Client, Patience
 from foredraft.models.remote.dialect import LLAMA_CPP, OTHER, SGLANG, VLLM, Said, Token, read_reply, request
 from foredraft.models.vocabulary import Vocabulary, load_vocabulary
 
@@ -61,7 +61,7 @@ def connect(
     tokenizer: str,
     served_model: str = "",
     in_flight: int = 32,
-    patience: Patience = Patience(),
+    patience: Patience = PATIENT,
     trust_remote_code: bool = False,
 ) -> "RemoteTarget":
     """Return the target that a server serves, after asking it for one token.
@@ -160,7 +160,8 @@ class RemoteTarget:
         The stored law is the sampling law, or the plain one when that is greedy.
 
         Args:
-            top: Alternatives at each token; 0 keeps the emitted token's log-probability only.
+            top: Alternatives at each token; 0 keeps the emitted token's log-probability only, which greedy answers do
+                without.
 
         Raises:
             ServerError: a request failed in all its tries.
@@ -189,7 +190,7 @@ class RemoteTarget:
         try:
             return self._client.post_all("/v1/completions", bodies, read)
         except UserError as error:
-            if "logprobs" not in str(error):
+            if isinstance(error, CapabilityError) or "logprobs" not in str(error):
                 raise
             raise CapabilityError(
                 f"{error}\nAsk for fewer alternatives (--top, {top} now), or let the server give more "
@@ -204,8 +205,8 @@ class RemoteTarget:
     def _require_prompt(self, said: Said, length: int) -> None:
         if said.prompt_tokens not in (-1, length):
             raise VocabMismatchError(
-                f"{self._client.base} read {said.prompt_tokens} tokens of a prompt of {length}: its tokenizer is another "
-                "one, adds tokens of its own, or cuts long prompts. Name the tokenizer of its model (--tokenizer)."
+                f"{self._client.base} read {said.prompt_tokens} tokens of a prompt of {length}: its tokenizer is "
+                "another one, adds tokens, or cuts long prompts. Name the tokenizer of its model (--tokenizer)."
             )
 
     def _continuation(self, said: Said, law: SamplingLaw, top: int) -> Continuation:
@@ -216,7 +217,8 @@ class RemoteTarget:
             )
         token_ids = self._token_ids(said)
         logprobs = [token.logprob for token in said.tokens]
-        if len(logprobs) != len(token_ids) or any(math.isnan(value) or value > _SURE for value in logprobs):
+        needed = top > 0 or not law.is_greedy
+        if needed and (len(logprobs) != len(token_ids) or not all(value <= _SURE for value in logprobs)):
             self._refuse_missing(sum(not math.isnan(value) for value in logprobs), len(token_ids))
         top_ids, top_logprobs = self._tops(said.tops, len(token_ids), top, law)
         if law.is_greedy:
@@ -275,8 +277,9 @@ class RemoteTarget:
     def _refuse_missing(self, given: int, emitted: int) -> None:
         if given:
             raise CapabilityError(
-                f"{self._client.base} gave {given} log-probabilities for {emitted} tokens: the answer cannot be scored. "
-                "Speculative decoding or streaming in the server may drop some; try without, or another version."
+                f"{self._client.base} gave {given} log-probabilities for {emitted} tokens: the answer cannot be "
+                "scored. llama.cpp has none for draft tokens that it accepted: switch its speculative decoding off, or "
+                "collect at temperature 0 with --top 0."
             )
         raise CapabilityError(
             f"{self._client.base} gave no log-probabilities. Switch them on there (vLLM: --max-logprobs 20; a proxy "
@@ -326,8 +329,8 @@ class RemoteTarget:
             changed.append(cut.tokens[0].logprob > -_MOVED > plain.tops[0][0].logprob)
         if not all(changed):
             raise CapabilityError(
-                f"{self._client.base} gives log-probabilities before temperature, top-k and top-p, and under {law} those "
-                "after them are needed. Start the server so that it gives them (vLLM: --logprobs-mode "
+                f"{self._client.base} gives log-probabilities before temperature, top-k and top-p, and under {law} "
+                "those after them are needed. Start the server so that it gives them (vLLM: --logprobs-mode "
                 "processed_logprobs), or collect at temperature 0, or 1 without top-k and top-p."
             )
         self._checked.add(law)
