@@ -216,7 +216,8 @@ def test_vllms_counters_agree_with_replay(
     config = {
         "draft_model": f'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {K}, '
         '"draft_sample_method": "probabilistic"}',
-        "ngram": f'{{"method": "ngram", "num_speculative_tokens": {K}, "prompt_lookup_max": 3, "prompt_lookup_min": 1}}',
+        "ngram": f'{{"method": "ngram", "num_speculative_tokens": {K}, "prompt_lookup_max": 3, '
+        '"prompt_lookup_min": 1}',
     }[method]
     with vllm_server(folder, tmp_path / "log", "--speculative-config", config) as address:
         remote = connect(address, str(folder), in_flight=1)

@@ -110,6 +110,8 @@ class Client:
         return httpx2.AsyncClient(
             base_url=self.base,
             headers={"Authorization": f"Bearer {key}"} if key else {},
+            # Reading certificates takes longer than a request to this machine.
+            verify=self.base.startswith("https://"),
             timeout=httpx2.Timeout(self._patience.timeout, connect=min(10.0, self._patience.timeout)),
             limits=httpx2.Limits(max_connections=self._in_flight, max_keepalive_connections=self._in_flight),
         )

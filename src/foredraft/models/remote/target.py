@@ -237,7 +237,7 @@ class RemoteTarget:
         named = tuple(token.token_id for token in said.tokens)
         ids = said.token_ids or named
         if min(ids, default=0) >= 0:
-            if said.token_ids and min(named, default=-1) >= 0 and named != said.token_ids:
+            if named != ids and len(named) == len(ids) and min(named, default=-1) >= 0:
                 raise VocabMismatchError(
                     f"{self._client.base} lists other tokens than it gives log-probabilities for: {list(ids[:8])} and "
                     f"{list(named[:8])}. This is a fault of the server; try another version of it."
@@ -245,10 +245,10 @@ class RemoteTarget:
             self._require_text(ids, said.text)
             return ids
         ids = tuple(self.tokenizer(said.text, add_special_tokens=False)["input_ids"])
-        texts = [self._text((token_id,)) for token_id in ids]
+        if said.finish_reason == "stop" and len(self.stop_ids) == 1 and len(said.tokens) == len(ids) + 1:
+            ids = (*ids, *self.stop_ids)  # The token that ended the answer is not in its text.
+        texts = [self._text((token_id,), skip_special_tokens=True) for token_id in ids]
         given = [token.text for token in said.tokens]
-        if given and given[-1] != (texts or [""])[-1] and "".join(given[:-1]) == said.text:
-            given = given[:-1]  # The token that ended the answer has no text, and no id.
         if len(given) != len(ids) or any(_differ(mine, theirs) for mine, theirs in zip(texts, given, strict=True)):
             raise VocabMismatchError(
                 f"{self._client.base} gives no token ids, and its {len(given)} tokens are not the {len(ids)} that the "
