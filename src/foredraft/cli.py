@@ -101,7 +101,14 @@ def collect(
     tokenizer: Annotated[str, typer.Option(help="For a server: its model's tokenizer, a folder or hub id.")] = "",
     model: Annotated[str, typer.Option(help="For a server of several models: which one.")] = "",
     in_flight: Annotated[int, typer.Option(help="For a server: requests at the same time.", min=1)] = 32,
-    top: Annotated[int, typer.Option(help="Likeliest tokens kept at each position; 0 keeps none.", min=0)] = 64,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Likeliest tokens kept at each position; 64, and 20 from a server, unless given.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: float = 1.0,
@@ -114,35 +121,37 @@ def collect(
 ) -> None:
     """Write down what a target answers, with its law at every token. The same again goes on where it was."""
     from foredraft.core.law import SamplingLaw
+    from foredraft.models.remote.target import SERVERS_TOP, connect, is_url
     from foredraft.recipe import PromptSource, TraceSettings
+    from foredraft.trace.collect import collect as collect_trace
     from foredraft.trace.prompts import read_prompts
 
-    law = SamplingLaw(temperature, top_k, top_p)
+    law, remote = SamplingLaw(temperature, top_k, top_p), is_url(target)
     if not (prompts or log):
         raise UserError("Give --prompts for the target to answer, or --answers-from-log with answers that it gave.")
     source = PromptSource(file=prompts or log)
-    settings = TraceSettings(prompts=[source], max_new_tokens=max_new_tokens, top=top, batch_size=batch_size, seed=seed)
+    kept = top if top is not None else SERVERS_TOP if remote else TraceSettings.model_fields["top"].default
+    settings = TraceSettings(
+        prompts=[source], max_new_tokens=max_new_tokens, top=kept, batch_size=batch_size, seed=seed
+    )
     asked = read_prompts(source) if prompts else []
+    figures: dict[str, Any] = {}
+    sentence = ""
     if log:
         from foredraft.trace.logged import collect_logged, read_log
 
         answers = read_log(Path(log), asked)
         found = collect_logged(_target(target, dtype, trust_remote_code), answers, settings, law, out, _progress())
-        info, checks = found.trace.info, found.checks
-        figures: dict[str, Any] = {"logged": checks.to_json()}
-        sentence = f"\n{checks.sentence}" if checks.sentence else ""
+        info, figures["logged"], sentence = found.trace.info, found.checks.to_json(), found.checks.sentence
     else:
-        from foredraft.models.remote.target import connect, is_url
-        from foredraft.trace.collect import collect as collect_trace
-
         speaker = (
             connect(target, tokenizer, model, in_flight, trust_remote_code=trust_remote_code)
-            if is_url(target)
+            if remote
             else _target(target, dtype, trust_remote_code)
         )
-        info, figures, sentence = collect_trace(speaker, asked, settings, law, out, _progress()).info, {}, ""
+        info = collect_trace(speaker, asked, settings, law, out, _progress()).info
     figures |= {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
-    _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}{sentence}", as_json)
+    _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}\n{sentence}".strip(), as_json)
 
 
 @app.command(

@@ -49,6 +49,12 @@ class ServerCounters:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts > 0 else math.nan
 
     @property
+    def num_draft_tokens_at_most(self) -> int:
+        """The server's draft length, as far as counts show it, since the last blocks of answers are shorter; 0: unknown."""
+        mean = self.draft_tokens_per_call
+        return max(len(self.accepted_by_position), round(mean) if math.isfinite(mean) else 0)
+
+    @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """P(draft token i accepted | all before it were), if every block had as many tokens as there are positions."""
         before = (self.num_drafts, *self.accepted_by_position)
@@ -146,13 +152,13 @@ def parse_metrics(text: str, where: str = "the server") -> ServerCounters:
 
 def beside(counters: ServerCounters, report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counters next to what replay says at the draft length that they show, by law and drafter."""
-    length = counters.draft_tokens_per_call
+    length = counters.num_draft_tokens_at_most
     replayed = [
         {"law": law["label"], "drafter": entry["name"], "k": int(k), "mean_tokens_per_call": value}
         for law in report["laws"]
         for entry in law["drafters"]
         for k, value in entry["mean_tokens_per_call"].items()
-        if not math.isfinite(length) or int(k) == round(length)
+        if length in (0, int(k))
     ]
     return {"counters": counters.to_json(), "replayed": replayed}
 
@@ -172,7 +178,7 @@ def _counted(runtime: str, samples: Sequence[tuple[str, str, float]]) -> ServerC
         position = _POSITION.search(labels)
         if name == "accepted_tokens_per_pos" and position:
             by_position[int(position[1])] = by_position.get(int(position[1]), 0.0) + value
-    drafts, offered, accepted = (sum(_of(samples, name)) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    drafts, offered, accepted = (sum(_of(samples, name), 0.0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     return _of_counts(runtime, drafts, offered, accepted, tuple(by_position[key] for key in sorted(by_position)))
 
 

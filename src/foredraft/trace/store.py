@@ -143,6 +143,11 @@ class TraceWriter:
             _write_manifest(path, info)
             return TraceWriter(path, info)
         found = _read_manifest(path)
+        if not found.shards and not found.complete:
+            # A run that was refused before its first answer holds nothing that could be lost.
+            info = replace(info, shards=(), complete=False)
+            _write_manifest(path, info)
+            return TraceWriter(path, info)
         _require_same_run(path, found, info)
         for shard in found.shards:
             _require_intact(path / shard.file, shard)

@@ -19,6 +19,8 @@ from foredraft.models.remote.client import PATIENT, Client, Patience
 from foredraft.models.remote.dialect import LLAMA_CPP, OTHER, SGLANG, VLLM, Said, Token, read_reply, request
 from foredraft.models.vocabulary import Vocabulary, load_vocabulary
 
+SERVERS_TOP = 20  # Alternatives that vLLM gives unless it is told otherwise.
+
 _PROBE = "The three largest cities of the country are"
 _TOKENIZER_PROBE = "  Ünïcode 12345, don't\n\ttabs; <b>tags</b> and 漢字!"
 _MOVED = 1e-3  # nats by which a log-probability must differ to be another one
