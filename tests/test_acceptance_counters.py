@@ -84,7 +84,11 @@ def test_a_server_without_counters_is_an_error() -> None:
 def test_replay_is_shown_at_the_servers_length() -> None:
     counters = parse_metrics(metrics("llamacpp"))
     assert counters.draft_tokens_per_call == 2.5
-    entry = {"name": "draft", "mean_tokens_per_call": {"1": 1.5, "2": 1.9, "3": 2.0}}
+    tokens, shares = {"1": 1.5, "2": 1.9, "3": 2.0}, {"1": 1.0, "2": 1.0, "3": 0.5}
+    entry = {"name": "draft", "mean_tokens_per_call": tokens, "guess_share": shares}
     found = beside(counters, {"laws": [{"label": "T=0", "drafters": [entry]}]})
-    assert found["replayed"] == [{"law": "T=0", "drafter": "draft", "k": 3, "mean_tokens_per_call": 2.0}]
-    assert comparison(counters, found["replayed"]).endswith("Replayed tokens per call: draft 2.00 at k = 3, T=0.")
+    (replayed,) = found["replayed"]
+    assert (replayed["law"], replayed["drafter"], replayed["k"]) == ("T=0", "draft", 3)
+    # Half of the calls had a guess, and all accepted tokens are theirs.
+    assert (replayed["mean_tokens_per_call"], replayed["mean_tokens_per_guess"]) == (2.0, 3.0)
+    assert comparison(counters, [replayed]).endswith("calls with a guess only: draft 3.00 at k = 3, T=0.")

@@ -30,7 +30,8 @@ class ServerCounters:
         num_draft_tokens: Draft tokens offered in them.
         num_accepted: Draft tokens that were accepted.
         accepted_by_position: Blocks whose draft token of each position was accepted; empty where it is not counted.
-        mean_tokens_per_call: Tokens emitted / target calls, the bonus token included: 1 + accepted / drafts.
+        mean_tokens_per_call: Tokens emitted / target calls, the bonus token included: 1 + accepted / drafts. Calls
+            without a guess are left out, which n-gram drafters have many of.
         accepted_of_drafted: Accepted / offered draft tokens, those behind a rejection included. Not an
             acceptance_rate: it falls as blocks get longer.
     """
@@ -50,7 +51,7 @@ class ServerCounters:
 
     @property
     def num_draft_tokens_at_most(self) -> int:
-        """The server's draft length, as far as counts show it, since the last blocks of answers are shorter; 0: unknown."""
+        """The draft length as far as counts show it, since the last blocks of answers are shorter; 0: unknown."""
         mean = self.draft_tokens_per_call
         return max(len(self.accepted_by_position), round(mean) if math.isfinite(mean) else 0)
 
@@ -154,7 +155,13 @@ def beside(counters: ServerCounters, report: Mapping[str, Any]) -> dict[str, Any
     """Return the counters next to what replay says at the draft length that they show, by law and drafter."""
     length = counters.num_draft_tokens_at_most
     replayed = [
-        {"law": law["label"], "drafter": entry["name"], "k": int(k), "mean_tokens_per_call": value}
+        {
+            "law": law["label"],
+            "drafter": entry["name"],
+            "k": int(k),
+            "mean_tokens_per_call": value,
+            "mean_tokens_per_guess": _per_guess(value, entry["guess_share"][k]),
+        }
         for law in report["laws"]
         for entry in law["drafters"]
         for k, value in entry["mean_tokens_per_call"].items()
@@ -166,10 +173,10 @@ def beside(counters: ServerCounters, report: Mapping[str, Any]) -> dict[str, Any
 def comparison(counters: ServerCounters, replayed: Sequence[Mapping[str, Any]]) -> str:
     """Return in words what the server counted and what replay says; `replayed` is that of `beside`."""
     figures = (
-        f"{entry['drafter']} {number(entry['mean_tokens_per_call'])} at k = {entry['k']}, {entry['law']}"
+        f"{entry['drafter']} {number(entry['mean_tokens_per_guess'] or math.nan)} at k = {entry['k']}, {entry['law']}"
         for entry in replayed
     )
-    return f"{counters.sentence} Replayed tokens per call: {'; '.join(figures) or NOT_MEASURED}."
+    return f"{counters.sentence} Replayed, calls with a guess only: {'; '.join(figures) or NOT_MEASURED}."
 
 
 def _counted(runtime: str, samples: Sequence[tuple[str, str, float]]) -> ServerCounters:
@@ -202,6 +209,11 @@ def _of(samples: Sequence[tuple[str, str, float]], name: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def _per_guess(mean_tokens_per_call: float, guess_share: float) -> float | None:
+    """Return tokens per call over the calls that had a guess, which are those that servers count."""
+    return 1.0 + (mean_tokens_per_call - 1.0) / guess_share if guess_share > 0 else None
 
 
 def _known(value: float) -> float | None:

@@ -124,6 +124,7 @@ def _score(report: AcceptanceReport) -> dict[str, Any]:
         "acceptance_by_position": {str(k): report.acceptance_by_position(k) for k in report.ks},
         "acceptance_rate": {str(k): report.acceptance_rate(k) for k in report.ks},
         "mean_tokens_per_call": {str(k): report.mean_tokens_per_call(k) for k in report.ks},
+        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
         "interval": {
             "expected_acceptance": interval(expected_acceptance(report), generator).bounds,
             "mean_tokens_per_call": {str(k): interval(tokens_per_call(k)(report), generator).bounds for k in report.ks},
