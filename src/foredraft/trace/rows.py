@@ -139,10 +139,6 @@ def _matrices(column: pa.ListArray) -> list[Tensor]:
     rows, positions = column.offsets.to_numpy(), column.values.offsets.to_numpy()
     flat = torch.from_numpy(column.values.values.to_numpy(zero_copy_only=False).copy())
     return [
-        flat[positions[start] : positions[end]].reshape(end - start, _width(positions, start, end))
+        flat[positions[start] : positions[end]].reshape(end - start, -1) if end > start else flat[:0].reshape(0, 0)
         for start, end in pairwise(rows)
     ]
-
-
-def _width(positions: Any, start: Any, end: Any) -> int:
-    return int(positions[start + 1] - positions[start]) if end > start else 0
