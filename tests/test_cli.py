@@ -15,7 +15,7 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 VERBS = [
     "run", "collect", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
-    "report", "generate", "check", "compare", "fit-law", "hardware",
+    "report", "generate", "check", "compare", "fit-law", "hardware", "counters",
 ]  # fmt: skip
 RECIPE = """
 target: {{model: {target}}}

@@ -95,17 +95,35 @@ def run(
 
 @app.command(
     epilog="""
-Example:
+Examples:
 
     foredraft collect --target my-model --prompts traffic.jsonl --temperature 0 --out trace
+
+    foredraft collect --target http://host:8000/v1 --tokenizer my-model --prompts traffic.jsonl --top 20 --out trace
+
+    foredraft collect --target my-model --answers-from-log log.jsonl --temperature 0.7 --out trace
 """
 )
 def collect(
-    target: TargetName,
+    target: Annotated[str, typer.Option("--target", help="Folder, .gguf file, hub id, or address of a server.")],
+    out: Out,
     prompts: Annotated[
         str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")
-    ],
-    out: Out,
+    ] = "",
+    log: Annotated[
+        str, typer.Option("--answers-from-log", help="JSONL with prompts and the answers that this target gave.")
+    ] = "",
+    tokenizer: Annotated[str, typer.Option(help="For a server: its model's tokenizer, a folder or hub id.")] = "",
+    model: Annotated[str, typer.Option(help="For a server of several models: which one.")] = "",
+    in_flight: Annotated[int, typer.Option(help="For a server: requests at the same time.", min=1)] = 32,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Likeliest tokens kept at each position; 64, and 20 from a server, unless given.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: float = 1.0,
@@ -119,17 +137,39 @@ def collect(
 ) -> None:
     """Write down what a target answers, with its law at every token. The same again goes on where it was."""
     from foredraft.core.law import SamplingLaw
+    from foredraft.models.remote.target import SERVERS_TOP, connect, is_url
     from foredraft.recipe import PromptSource, TraceSettings
     from foredraft.trace.collect import collect as collect_trace
     from foredraft.trace.prompts import read_prompts
 
-    source = PromptSource(file=prompts)
-    settings = TraceSettings(prompts=[source], max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed)
-    law = SamplingLaw(temperature, top_k, top_p)
-    loaded = _target(target, dtype, adapter, trust_remote_code)
-    info = collect_trace(loaded, read_prompts(source), settings, law, out, _progress()).info
-    figures = {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
-    _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}", as_json)
+    law, remote = SamplingLaw(temperature, top_k, top_p), is_url(target)
+    if not (prompts or log):
+        raise UserError("Give --prompts for the target to answer, or --answers-from-log with answers that it gave.")
+    source = PromptSource(file=prompts or log)
+    kept = top if top is not None else SERVERS_TOP if remote else TraceSettings.model_fields["top"].default
+    settings = TraceSettings(
+        prompts=[source], max_new_tokens=max_new_tokens, top=kept, batch_size=batch_size, seed=seed
+    )
+    asked = read_prompts(source) if prompts else []
+    figures: dict[str, Any] = {}
+    sentence = ""
+    if log:
+        from foredraft.trace.logged import collect_logged, read_log
+
+        answers = read_log(Path(log), asked)
+        found = collect_logged(
+            _target(target, dtype, adapter, trust_remote_code), answers, settings, law, out, _progress()
+        )
+        info, figures["logged"], sentence = found.trace.info, found.checks.to_json(), found.checks.sentence
+    else:
+        speaker = (
+            connect(target, tokenizer, model, in_flight, trust_remote_code=trust_remote_code)
+            if remote
+            else _target(target, dtype, adapter, trust_remote_code)
+        )
+        info = collect_trace(speaker, asked, settings, law, out, _progress()).info
+    figures |= {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
+    _print(figures, f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}\n{sentence}".strip(), as_json)
 
 
 @app.command(
@@ -261,10 +301,10 @@ Example:
 """,
 )
 def build_ngram(
-    target: TargetName,
     traces: Traces,
     out: Out,
     overrides: Overrides,
+    target: Annotated[str, typer.Option(help="The target; left out, what the traces say of it.")] = "",
     kind: Annotated[str, typer.Option(help="What to build.")] = "ngram",
     dtype: Dtype = "auto",
     adapter: Adapter = "",
@@ -273,9 +313,11 @@ def build_ngram(
     """Build a drafter without a model from what the target wrote."""
     from foredraft import verbs
     from foredraft.recipe import NgramStep, settings_from
+    from foredraft.trace.store import absent_target
 
     step = settings_from(NgramStep, [f"kind={kind}", *overrides])
-    loaded, opened = _target(target, dtype, adapter), _traces(traces)
+    opened = _traces(traces)
+    loaded = _target(target, dtype, adapter) if target else absent_target(opened)
     _print_draft(out, verbs.build_ngram(loaded, opened, step, out, _progress()), as_json)
 
 
@@ -287,10 +329,11 @@ Examples:
     foredraft evaluate-acceptance --target my-model --drafter draft --prompts traffic.jsonl --out scores
 
     foredraft evaluate-acceptance --target my-model --drafter prompt-lookup:max_match=4 --trace trace --out scores
+
+    foredraft evaluate-acceptance --drafter draft --trace trace --server-metrics http://host:8000 --out scores
 """,
 )
 def evaluate_acceptance(
-    target: TargetName,
     drafters: Annotated[
         list[str], typer.Option("--drafter", help="Draft folder, hub id, or kind:option=value,...; can be repeated.")
     ],
@@ -314,8 +357,14 @@ def evaluate_acceptance(
             show_default=False,
         ),
     ],
+    target: Annotated[
+        str, typer.Option(help="Folder, .gguf file or hub id. Left out, traces are scored without times.")
+    ] = "",
     prompts: Annotated[
         str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")
+    ] = "",
+    server_metrics: Annotated[
+        str, typer.Option(help="Address of a server that speculates, whose counters are shown beside the scores.")
     ] = "",
     limit: Annotated[int, typer.Option(help="Prompts scored; 0 takes all.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
@@ -329,9 +378,11 @@ def evaluate_acceptance(
     trust_remote_code: Trust = False,
 ) -> None:
     """Score drafters by replaying them over what the target itself wrote."""
+    from foredraft.acceptance.counters import read_server
     from foredraft.limits import Limit, report_shortfalls
     from foredraft.pool import evaluate_drafters
     from foredraft.recipe import EvaluateSettings, LawSettings, PromptSource, TraceSettings, settings_from
+    from foredraft.trace.store import absent_target
 
     if bool(prompts) == bool(traces):
         raise UserError("Give --prompts, or --trace with answers that the target wrote.")
@@ -346,9 +397,11 @@ def evaluate_acceptance(
     settings = settings_from(
         EvaluateSettings, [*overrides, *([f"hardware={json.dumps(hardware)}"] if hardware else [])]
     )
-    loaded = _target(target, dtype, adapter, trust_remote_code)
+    opened = _traces(traces)
+    loaded = _target(target, dtype, adapter, trust_remote_code) if target else absent_target(opened)
+    server = read_server(server_metrics) if server_metrics else None
     report = evaluate_drafters(
-        loaded, drafters, _traces(traces) or collecting, out, settings, _progress(), trust_remote_code
+        loaded, drafters, opened or collecting, out, settings, _progress(), trust_remote_code, server
     )
     _show_report(report, out, as_json)
     _fail_with(report_shortfalls(report, least) if least else [])
@@ -396,6 +449,24 @@ def compare(
     missed = shortfalls(found, least) if least else []
     _print({"comparisons": comparison_json(found), "under": missed}, comparison_table(found), as_json)
     _fail_with(missed)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft counters http://host:8000
+"""
+)
+def counters(
+    url: Annotated[str, typer.Argument(help="Address of a vLLM, SGLang or llama.cpp server that speculates.")],
+    as_json: Json = False,
+) -> None:
+    """Read a server's own counts of drafted and accepted tokens, under the names that scores have here."""
+    from foredraft.acceptance.counters import read_server
+
+    found = read_server(url)
+    _print(found.to_json(), found.sentence, as_json)
 
 
 @app.command(

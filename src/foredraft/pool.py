@@ -10,6 +10,7 @@ from typing import Any, final
 import yaml
 
 from foredraft import verbs
+from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.catalog import resolve
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
@@ -25,7 +26,7 @@ from foredraft.scoring import Contender, choose_from, evaluate
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, prompts_digest, read_prompts
 from foredraft.trace.split import Split, split_sources
-from foredraft.trace.store import Trace, open_trace
+from foredraft.trace.store import Absent, Trace, open_trace
 from foredraft.workspace import Workspace
 
 DEFAULT_EVALUATION = EvaluateSettings()
@@ -81,17 +82,23 @@ def default_recipe(target: str, prompts: Path, overrides: Sequence[str] = ()) ->
 
 
 def evaluate_drafters(
-    target: LocalTarget,
+    target: LocalTarget | Absent,
     specs: Sequence[str],
     text: Sequence[Trace] | TraceSettings,
     out: Path | str,
     settings: EvaluateSettings = DEFAULT_EVALUATION,
     progress: Progress = SILENT,
     trust_remote_code: bool = False,
+    server: ServerCounters | None = None,
 ) -> dict[str, Any]:
     """Score drafters on traces, or on answers to the evaluation prompts of `text`; return the report.
 
+    A target that is absent leaves out the costs and the audit, and needs traces.
+
     Leaves report.json and report.html in `out`, and the traces if it collected them.
+
+    Args:
+        server: What a server that speculates counted, to be shown beside the scores.
     """
     workspace = Workspace.open(Path(out))
     contenders = {}
@@ -99,9 +106,14 @@ def evaluate_drafters(
         drafter = verbs.load_drafter(spec, target, trust_remote_code)
         contenders[name] = Contender(_spec_key(spec), partial(_itself, drafter))
     if isinstance(text, TraceSettings):
+        if isinstance(target, Absent):
+            raise UserError("Prompts need a target that answers them: name it (--target), or give traces (--trace).")
         prompts = _to_score(text)
         text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
     report = evaluate(target, contenders, text, settings, workspace, progress)
+    if server is not None:
+        report["server"] = beside(server, report)
+        report["notes"].append(comparison(server, report["server"]["replayed"]))
     _publish(workspace, report)
     return report
 

@@ -90,7 +90,7 @@ class TraceSettings(Settings):
     prompts: list[PromptSource] = Field(min_length=1)
     laws: list[LawSettings] = Field([LawSettings(temperature=0.0), LawSettings(temperature=1.0)], min_length=1)
     max_new_tokens: int = Field(128, ge=1, description="Longest answer, in tokens.")
-    top: int = Field(64, ge=1, description="Most probable tokens kept for each position.")
+    top: int = Field(64, ge=0, description="Most probable tokens kept for each position; 0 keeps none.")
     batch_size: int = Field(48, ge=1, description="Answers written at once; also the rows of a shard.")
     seed: int = 0
 

@@ -25,7 +25,7 @@ from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
 from foredraft.core.own_law import bound_for
 from foredraft.core.progress import Progress
-from foredraft.core.protocols import Drafter, LawGiver
+from foredraft.core.protocols import Drafter, LawGiver, Speaker
 from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
@@ -54,7 +54,7 @@ class Contender:
 
 
 def evaluate(
-    target: LocalTarget,
+    target: Speaker,
     contenders: Mapping[str, Contender],
     traces: Sequence[Trace],
     settings: EvaluateSettings,
@@ -62,6 +62,8 @@ def evaluate(
     progress: Progress,
 ) -> dict[str, Any]:
     """Score every contender on every trace, time them, decode a few prompts literally; return the report.
+
+    A target that is not in this process is neither timed nor asked for text: costs and audits are left out.
 
     Raises:
         TraceError: there is no trace, or one was not written by this target.
@@ -79,8 +81,9 @@ def evaluate(
     for name in settings.hardware:
         load_profile(name)
     described = {name: [one.key, one.twin, one.parent] for name, one in contenders.items()}
+    untimed = [] if isinstance(target, LocalTarget) else ["untimed"]
     shown = settings.model_dump(exclude={"hardware"})
-    key = digest_of([described, [trace.digest for trace in traces], shown, "with counts"])
+    key = digest_of([described, [trace.digest for trace in traces], shown, "with counts", *untimed])
     path = workspace.root / "scores" / f"report-{key[:8]}.json"
     if not path.is_file():
         write_json(path, _Evaluation(target, contenders, settings, workspace, progress).report(traces))
@@ -105,6 +108,11 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str, Any]:
     """Return the selection of a report as plain values, for traffic with equally many tokens of each law."""
+    if any(entry["predicted_speedup"] is None for law in report["laws"] for entry in law["drafters"]):
+        raise UserError(
+            "The report has no costs, since the target was not there to be timed: score the drafters with --target, "
+            "or choose by mean_tokens_per_call and the times of your own server."
+        )
     figures = over_laws([[_figures(entry) for entry in law["drafters"]] for law in report["laws"]])
     selection = choose(figures, settings, report["target"]["bytes"])
     speedup = selection.predicted_speedup
@@ -145,7 +153,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        target: LocalTarget,
+        target: Speaker,
         contenders: Mapping[str, Contender],
         settings: EvaluateSettings,
         workspace: Workspace,
@@ -163,14 +171,17 @@ class _Evaluation:
         facts = {name: _facts(drafter, self._contenders[name]) for name, drafter in self._drafters.items()}
         reports = [self._reports(trace) for trace in traces]
         laws = [self._law(trace, scores) for trace, scores in zip(traces, reports, strict=True)]
-        target = {
+        target: dict[str, Any] = {
             "name": self._target.name,
             "fingerprint": self._target.fingerprint,
             "dtype": self._target.dtype,
-            "parameters": self._target.num_parameters,
-            "bytes": self._target.num_bytes,
-            "passes": passes_json(self._target.passes),
         }
+        if isinstance(self._target, LocalTarget):
+            target |= {
+                "parameters": self._target.num_parameters,
+                "bytes": self._target.num_bytes,
+                "passes": passes_json(self._target.passes),
+            }
         report = build_report(target, laws, facts)
         for law, trace in zip(report["laws"], traces, strict=True):
             self._point_to_counts(law, trace)
@@ -201,15 +212,18 @@ class _Evaluation:
         return score(name, drafter, trace, self._settings.num_draft_tokens, self._progress).to_json()
 
     def _law(self, trace: Trace, reports: Mapping[str, AcceptanceReport]) -> LawScores:
-        settings, law = self._settings, trace.info.law
+        settings, law, target = self._settings, trace.info.law, self._target
         bound = {name: bound_for(drafter, law) for name, drafter in self._drafters.items()}
+        laws = {name: drafter.law for name, drafter in bound.items()}
+        if not isinstance(target, LocalTarget):
+            return LawScores(law, reports, None, {}, criteria=self._criteria(trace), draft_laws=laws)
         inputs = [{name: one.key for name, one in self._contenders.items()}, trace.digest, _of_batch_one(settings)]
         costs = Costs.from_json(
             self._kept(
                 f"time {law}",
                 inputs,
                 lambda: measure_costs(
-                    self._target, bound, _timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
+                    target, bound, _timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
                     self._progress,
                 ).to_json(),
             )
@@ -221,9 +235,9 @@ class _Evaluation:
             lambda: {
                 name: found.to_json()
                 for name, found in audit(
-                    self._target,
+                    target,
                     {name: (drafter, lengths[name]) for name, drafter in bound.items()},
-                    _audit_prompts(trace, settings, self._target.max_context),
+                    _audit_prompts(trace, settings, target.max_context),
                     law,
                     settings.audit_tokens,
                     trace.info.seed,
@@ -231,9 +245,8 @@ class _Evaluation:
                 ).items()
             },
         )
-        batches = {rows: self._batch(trace, bound, costs, rows) for rows in settings.batch_sizes if rows > 1}
+        batches = {rows: self._batch(target, trace, bound, costs, rows) for rows in settings.batch_sizes if rows > 1}
         audited = {name: Audit(**found) for name, found in audits.items()}
-        laws = {name: drafter.law for name, drafter in bound.items()}
         return LawScores(law, reports, costs, audited, batches, self._criteria(trace), laws)
 
     def _criteria(self, trace: Trace) -> dict[str, dict[str, Any]]:
@@ -248,7 +261,9 @@ class _Evaluation:
                 )
         return {name: figures for name, figures in found.items() if figures}
 
-    def _batch(self, trace: Trace, bound: Mapping[str, Drafter], single: Costs, rows: int) -> Costs:
+    def _batch(
+        self, target: LocalTarget, trace: Trace, bound: Mapping[str, Drafter], single: Costs, rows: int
+    ) -> Costs:
         settings, law = self._settings, trace.info.law
         lengths = [settings.num_draft_tokens, settings.cost_repeats, settings.batch_context]
         return Costs.from_json(
@@ -256,7 +271,7 @@ class _Evaluation:
                 f"batch {law} {rows}",
                 [{name: one.key for name, one in self._contenders.items()}, trace.digest, rows, lengths],
                 lambda: measure_batch(
-                    self._target, bound, _timing_text(trace)[-settings.batch_context :], law,
+                    target, bound, _timing_text(trace)[-settings.batch_context :], law,
                     settings.num_draft_tokens, rows, single, settings.cost_repeats, self._progress,
                 ).to_json(),
             )

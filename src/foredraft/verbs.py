@@ -23,14 +23,14 @@ from foredraft.core.errors import ModelError, UnknownNameError, UserError, Vocab
 from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Drafter, Speaker
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
-from foredraft.models.loading import first_difference, load_causal_lm
+from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.recipe import (
     DistillStep,
@@ -142,7 +142,7 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 
 def build_ngram(
-    target: LocalTarget, traces: Sequence[Trace], step: NgramStep, out: Path, progress: Progress = SILENT
+    target: Speaker, traces: Sequence[Trace], step: NgramStep, out: Path, progress: Progress = SILENT
 ) -> DraftManifest:
     """Build a model-free drafter from what the target wrote."""
     manifest = _extended(_blank(target, step.kind), "ngram", step)
@@ -216,7 +216,7 @@ def model_free_spec(step: NgramStep) -> str:
     return f"{step.kind}:{','.join(f'{name}={value}' for name, value in options.items())}"
 
 
-def load_drafter(spec: str, target: LocalTarget, trust_remote_code: bool = False) -> Drafter:
+def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) -> Drafter:
     """Return the drafter that `spec` names: a folder, a hub id, or `kind:option=value,...`.
 
     Behind it may stand ways of drafting, each applied to what stands before it: `draft+tree:max_nodes=16,width=4`,
@@ -261,11 +261,11 @@ def _wrapper(wrap: str) -> tuple[Callable[..., Drafter], dict[str, Any]]:
     return factory, options
 
 
-def _load_plain(spec: str, target: LocalTarget, trust_remote_code: bool) -> Drafter:
+def _load_plain(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
     path = Path(spec)
     kind, _, options = spec.partition(":")
     if (path / MANIFEST).is_file():
-        return resolve("loaders", _manifest_for(path, target).kind)(path, target.dtype)
+        return resolve("loaders", _manifest_for(path, target).kind)(path, _draft_dtype(target))
     if kind in names("drafters"):
         return resolve("drafters", kind)(target.vocab_size, **_options(options, spec))
     if path.exists() or "/" in spec:
@@ -274,15 +274,22 @@ def _load_plain(spec: str, target: LocalTarget, trust_remote_code: bool) -> Draf
     raise UnknownNameError(f"{message} A draft folder or a hub id will do too.")
 
 
-def _foreign_draft(spec: str, target: LocalTarget, trust_remote_code: bool) -> Drafter:
-    loaded = load_causal_lm(spec, target.dtype, trust_remote_code)
+def _foreign_draft(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
+    loaded = load_causal_lm(spec, _draft_dtype(target), trust_remote_code)
     if loaded.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        difference = first_difference(loaded.tokenizer, target.tokenizer)
+        difference = "their tokenizers are not the same"
+        if isinstance(target, LocalTarget):
+            difference = first_difference(loaded.tokenizer, target.tokenizer)
         raise VocabMismatchError(f"{spec} does not speak the tokens of {target.name}: {difference}.")
     return CausalLMDrafter(Draft(loaded.model), SamplingLaw(), target.vocab_size)
 
 
-def _manifest_for(source: Path, target: LocalTarget) -> DraftManifest:
+def _draft_dtype(target: Speaker) -> str:
+    """Return what drafts compute in: what the target does, unless it is not here or of another kind, such as Q4_K."""
+    return target.dtype if target.dtype in DTYPES else "auto"
+
+
+def _manifest_for(source: Path, target: Speaker) -> DraftManifest:
     if not (source / MANIFEST).is_file():
         if not (source / "config.json").is_file():
             raise ModelError(f"{source} is no draft: it has neither {MANIFEST} nor config.json.")
@@ -298,7 +305,7 @@ def _manifest_for(source: Path, target: LocalTarget) -> DraftManifest:
     return manifest
 
 
-def _warn_of_changed_target(source: Path, manifest: DraftManifest, target: LocalTarget) -> None:
+def _warn_of_changed_target(source: Path, manifest: DraftManifest, target: Speaker) -> None:
     if manifest.target_fingerprint != target.fingerprint:
         _log.warning(
             "The target behind %s has changed: it was made for %s with %s, this is %s with %s (other weights, settings "
@@ -307,7 +314,7 @@ def _warn_of_changed_target(source: Path, manifest: DraftManifest, target: Local
         )  # fmt: skip
 
 
-def _blank(target: LocalTarget, kind: str) -> DraftManifest:
+def _blank(target: Speaker, kind: str) -> DraftManifest:
     return DraftManifest(kind, target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint)
 
 

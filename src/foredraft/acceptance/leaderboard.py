@@ -177,7 +177,6 @@ def _explained(
     """Return what other batch sizes and other machines are predicted from, and what explains the acceptance."""
     blocks = scores.costs.blocks[name] if scores.costs else {}
     return {
-        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
         "draft_seconds": {str(k): block.median for k, block in blocks.items()},
         "passes": passes_json(facts.passes),
         "batch": _batches(name, report, scores),
@@ -211,6 +210,7 @@ def _score(report: AcceptanceReport) -> dict[str, Any]:
         "acceptance_by_position": {str(k): report.acceptance_by_position(k) for k in report.ks},
         "acceptance_rate": {str(k): report.acceptance_rate(k) for k in report.ks},
         "mean_tokens_per_call": {str(k): report.mean_tokens_per_call(k) for k in report.ks},
+        "guess_share": {str(k): report.guess_share(k) for k in report.ks},
         "interval": {
             "expected_acceptance": interval(expected_acceptance(report), generator).bounds,
             "mean_tokens_per_call": {str(k): interval(tokens_per_call(k)(report), generator).bounds for k in report.ks},

@@ -105,6 +105,11 @@ class Standing:
     criteria: CriteriaFigures | None = None
 
     @property
+    def shown_k(self) -> int:
+        """The best draft length, or the longest where no cost was measured; 0 without any figure."""
+        return self.best_k or max(self.score.mean_tokens_per_call, default=0)
+
+    @property
     def tokens_at_best(self) -> Figure:
         return self.tokens_at(self.best_k)
 
@@ -372,5 +377,6 @@ def _float(value: object) -> float:
 
 
 def _rank(drafter: Standing) -> float:
-    speedup = drafter.predicted_at_best.value
-    return speedup if math.isfinite(speedup) else -1.0
+    """Order by predicted speedup; where no cost was measured, behind all those and by tokens per call."""
+    speedup, tokens = drafter.predicted_at_best.value, drafter.tokens_at(drafter.shown_k).value
+    return speedup if math.isfinite(speedup) else -1.0 / max(tokens, 0.5) if math.isfinite(tokens) else -2.0

@@ -48,8 +48,10 @@ def leaderboard_table(report: Mapping[str, Any]) -> RenderableType:
 
 
 def _law_table(law: LawStandings, choice: Choice) -> Table:
+    timed = any(drafter.best_k for drafter in law.drafters)
+    order = "predicted speedup at the best k" if timed else "tokens per call at the longest k"
     table = Table(
-        title=Text(f"{law.label}, by predicted speedup at the best k", style="bold"),
+        title=Text(f"{law.label}, by {order}", style="bold"),
         title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
     )  # fmt: skip
     table.add_column("", no_wrap=True)
@@ -102,8 +104,8 @@ def _cells(drafter: Standing, chosen: bool) -> list[str]:
         drafter.name,
         shortened(drafter.kind, KIND_LETTERS),
         _figure(f"{percent(accepted.value)} {percent_interval(accepted):>6}".rstrip()),
-        str(drafter.best_k or NO_FIGURE),
-        _figure(number(drafter.tokens_at_best.value)),
+        str(drafter.shown_k or NO_FIGURE),
+        _figure(number(drafter.tokens_at(drafter.shown_k).value)),
         _figure(cost(drafter.cost_ratio)),
         _figure(f"{times(predicted.value)} {interval(predicted)}".rstrip()),
         _figure(times(drafter.measured_speedup.value)),

@@ -61,5 +61,9 @@ class NonFiniteError(ForedraftError):
     """A model produced NaN or infinite figures; the message says where."""
 
 
+class ServerError(ForedraftError):
+    """A server could not be reached, or kept failing; the message names its address and what to change."""
+
+
 class DrafterError(ForedraftError):
     """A drafter broke its contract: ids outside the vocabulary, laws that are none."""

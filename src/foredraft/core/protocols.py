@@ -159,6 +159,29 @@ class Continuation:
 
 
 @runtime_checkable
+class Speaker(Protocol):
+    """Who wrote some text, as far as a drafter must know it: a target, or what a trace says of one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights and configuration; changes when the target changes."""
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in, such as float32; "unknown" for a server that does not say."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its laws (columns of the head, padding rows included)."""
+
+    @property
+    def tokenizer_fingerprint(self) -> str: ...
+
+
+@runtime_checkable
 class Target(Protocol):
     """The model whose output law must be kept."""
 
@@ -201,3 +224,35 @@ class Target(Protocol):
         on_tokens: Callable[[int], None],
     ) -> list[Continuation]:
         """Answer a batch of prompts, one seed each; the same call gives the same answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a target says of an answer that was written before.
+
+    Attributes:
+        logprobs: log target(token) under the sampling law (0 for greedy). A token outside the law's cut has the
+            log-probability that it would have just inside.
+        top_ids, top_logprobs, tail_mass: As in Continuation.
+        gap: How far the token's logit, over the temperature, lies below the least one that the law leaves: below the
+            largest for a greedy law; 0 for tokens that the law can emit.
+        mean, variance: Of the log-probability of a token drawn from the stored law, in nats.
+    """
+
+    logprobs: Float[Tensor, " tokens"]
+    top_ids: Int[Tensor, "tokens top"]
+    top_logprobs: Float[Tensor, "tokens top"]
+    tail_mass: Float[Tensor, " tokens"]
+    gap: Float[Tensor, " tokens"]
+    mean: Float[Tensor, " tokens"]
+    variance: Float[Tensor, " tokens"]
+
+
+@runtime_checkable
+class ReadingTarget(Protocol):
+    """A target that can say what it thinks of text that it does not write."""
+
+    def read(
+        self, answers: Sequence[Answer], law: SamplingLaw, top: int, on_tokens: Callable[[int], None]
+    ) -> list[Reading]:
+        """Return what it says of the tokens of each answer, in order."""

@@ -99,6 +99,17 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> PreTrainedToke
         return None
 
 
+def read_gguf_vocabulary(path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast]:
+    """Return the configuration and the tokenizer, without reading any weight; see read_gguf."""
+    file = _open(path)
+    if file.architecture not in _CONFIGS:
+        raise ModelError(f"{path} holds the architecture {file.architecture!r}; read are: {', '.join(_CONFIGS)}.")
+    try:
+        return _read_config(file, tied=True), _read_tokenizer(file)
+    except (ValueError, IndexError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read as a language model: {error}. Download it again.") from error
+
+
 def _open(path: Path) -> _File:
     try:
         reader = GGUFReader(path)

