@@ -13,21 +13,31 @@ from foredraft.models.loading import load_model
 
 @pytest.mark.parametrize("shape", [(1, 24), (2, 24), (1, 5, 24), (3, 3, 24), (10, 24), (0, 24), (24,)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_are_those_of_linear(shape: tuple[int, ...], biased: bool) -> None:
+@pytest.mark.parametrize("wide", [7, 60])
+def test_products_are_those_of_linear(
+    shape: tuple[int, ...], biased: bool, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "get_num_threads", lambda: 2)
     generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(*shape, generator=generator), torch.randn(7, 24, generator=generator)
-    bias = torch.randn(7, generator=generator) if biased else None
+    rows, weight = torch.randn(*shape, generator=generator), torch.randn(wide, 24, generator=generator)
+    bias = torch.randn(wide, generator=generator) if biased else None
     product = few_rows_linear(rows, weight, bias)
     torch.testing.assert_close(product, functional.linear(rows, weight, bias))
     assert product.is_contiguous()
 
 
-@pytest.mark.parametrize(("rows", "is_few"), [(1, False), (2, True), (9, True), (10, False)])
-def test_only_a_few_rows_take_the_other_way(rows: int, is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "wide", "threads", "is_few"),
+    [(1, 3, 2, False), (1, 8, 1, False), (1, 8, 2, True), (2, 3, 1, True), (9, 3, 2, True), (10, 3, 2, False)],
+)
+def test_only_a_few_rows_take_the_other_way(
+    rows: int, wide: int, threads: int, is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "get_num_threads", lambda: threads)
     taken: list[int] = []
     linear = functional.linear
     monkeypatch.setattr(few_rows.functional, "linear", lambda *args: (taken.append(len(args[0])), linear(*args))[1])
-    few_rows_linear(torch.ones(rows, 4), torch.ones(3, 4))
+    few_rows_linear(torch.ones(rows, 4), torch.ones(wide, 4))
     assert taken == ([] if is_few else [rows])
 
 
