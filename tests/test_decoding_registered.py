@@ -79,7 +79,7 @@ def test_every_registered_drafter_on_a_tiny_target(tiny_target_folder: Path, tmp
 
 @pytest.mark.real_model
 def test_every_registered_drafter_on_a_real_target(tmp_path: Path) -> None:
-    """Needs a folder with SmolLM2-135M-Instruct, named by FOREDRAFT_TEST_MODEL."""
-    if "FOREDRAFT_TEST_MODEL" not in os.environ:
-        pytest.skip("FOREDRAFT_TEST_MODEL names no folder")
-    assert_equals_transformers(Path(os.environ["FOREDRAFT_TEST_MODEL"]), tmp_path, 48)
+    """Needs a folder with SmolLM2-135M-Instruct, named by FOREDRAFT_REAL_MODEL."""
+    if "FOREDRAFT_REAL_MODEL" not in os.environ:
+        pytest.skip("FOREDRAFT_REAL_MODEL names no folder")
+    assert_equals_transformers(Path(os.environ["FOREDRAFT_REAL_MODEL"]), tmp_path, 24)

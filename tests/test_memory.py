@@ -23,7 +23,8 @@ from tests.tiny import save_tiny, tiny_model
 from tests.traces import build_trace, trace_row
 
 VOCAB = 272
-POSITIONS = 40  # more than the hidden size: a transposed head is no law
+POSITIONS = 20  # more than the hidden size: a transposed head is no law
+HIDDEN = 16
 
 
 class Widest(TorchDispatchMode):
@@ -58,7 +59,7 @@ def long_trace(tmp_path: Path) -> Trace:
 @pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(0.8, top_k=9, top_p=0.9)], ids=str)
 def test_scoring_holds_one_chunk(law: SamplingLaw, long_trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "_HEAD_POSITIONS", POSITIONS)
-    drafter = CausalLMDrafter(Draft(tiny_model(num_layers=1)), law, VOCAB)
+    drafter = CausalLMDrafter(Draft(tiny_model(num_layers=1, hidden=HIDDEN)), law, VOCAB)
     with widest() as seen:
         score("draft", drafter, long_trace, [1, 8])
     assert 1 <= seen.rows <= POSITIONS
@@ -66,21 +67,21 @@ def test_scoring_holds_one_chunk(law: SamplingLaw, long_trace: Trace, monkeypatc
 
 def test_the_audit_holds_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "_POSITIONS", POSITIONS)
-    target = target_module.load_target(str(save_tiny(tmp_path / "target")), "float32")
-    drafter = CausalLMDrafter(Draft(tiny_model(num_layers=1)), GREEDY, VOCAB)
+    target = target_module.load_target(str(save_tiny(tmp_path / "target", hidden=HIDDEN)), "float32")
+    drafter = CausalLMDrafter(Draft(tiny_model(num_layers=1, hidden=HIDDEN)), GREEDY, VOCAB)
     monkeypatch.setattr(causal_lm, "_HEAD_POSITIONS", POSITIONS)
     with widest() as seen:
-        found = audit(target, {"draft": (drafter, 2)}, [torch.tensor([5, 6, 7])], GREEDY, 100, 0)
+        found = audit(target, {"draft": (drafter, 2)}, [torch.tensor([5, 6, 7])], GREEDY, 50, 0)
     assert found["draft"].tokens > 2 * POSITIONS
     assert 1 <= seen.rows <= POSITIONS
 
 
 def test_a_batch_whose_caches_do_not_fit_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_module.load_target(str(save_tiny(tmp_path / "target")), "float32")
+    target = target_module.load_target(str(save_tiny(tmp_path / "target", hidden=HIDDEN)), "float32")
     prompts = [torch.arange(4, 4 + length) for length in (3, 9, 5)]
     whole = target.write(prompts, SamplingLaw(), 6, 8, [1, 2, 3], lambda count: None)
-    # Two rows of 15 tokens: 4 layers, 2 heads of 8, keys and values, 4 bytes.
-    monkeypatch.setattr(target_module, "_CACHE_BYTES", 2 * 15 * 4 * 2 * 8 * 2 * 4)
+    # Two rows of 15 tokens: 4 layers, 2 heads of 4, keys and values, 4 bytes.
+    monkeypatch.setattr(target_module, "_CACHE_BYTES", 2 * 15 * 4 * 2 * 4 * 2 * 4)
     rows: list[int] = []
     target.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,12 +15,13 @@ from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.proposal import Proposal
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Branching, Drafter
 from foredraft.core.speedup import break_even_acceptance
 from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
 
 WARM_UP_ROUNDS = 2
+_CHECK = "check"
 
 
 @runtime_checkable
@@ -58,6 +59,7 @@ class Costs:
         target: Entry n - 1: one target step over n tokens. It includes processing n laws and drawing the next
             token, so that entry 0 is one step of plain decoding but for the engine's loop.
         blocks: For each drafter, the draft lengths timed and the time of a whole proposal of that length.
+        checks: For drafters of trees, the depths timed and the time of a target step over a whole tree.
         overhead: Of a block beyond drafting and verifying.
         plain_overhead: Of a plain step beyond the target's.
     """
@@ -66,6 +68,7 @@ class Costs:
     blocks: Mapping[str, Mapping[int, Seconds]]
     overhead: Seconds = NOTHING
     plain_overhead: Seconds = NOTHING
+    checks: Mapping[str, Mapping[int, Seconds]] = field(default_factory=dict)
 
     @property
     def plain_seconds(self) -> float:
@@ -74,13 +77,13 @@ class Costs:
 
     def block_seconds(self, name: str, k: int, guess_share: float = 1.0) -> float:
         """Return the time of a block of k draft tokens; see predicted_speedup."""
-        verify = guess_share * self.target[k].median + (1.0 - guess_share) * self.target[0].median
+        check = _between(self.checks[name], k) if name in self.checks else self.target[k].median
+        verify = guess_share * check + (1.0 - guess_share) * self.target[0].median
         return self.draft_seconds(name, k) + verify + self.overhead.median
 
     def draft_seconds(self, name: str, k: int) -> float:
         """Return the time of proposing k tokens, on the line through the lengths that were timed."""
-        lengths = sorted(self.blocks[name])
-        return float(np.interp(k, lengths, [self.blocks[name][length].median for length in lengths]))
+        return _between(self.blocks[name], k)
 
     def cost_ratio(self, name: str) -> float:
         """Return rho: time of one draft token, at the longest length timed / time of one target step of one token."""
@@ -103,10 +106,8 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         return {
             "target": [list(astuple(step)) for step in self.target],
-            "blocks": {
-                name: {str(k): list(astuple(block)) for k, block in blocks.items()}
-                for name, blocks in self.blocks.items()
-            },
+            "blocks": _plain(self.blocks),
+            "checks": _plain(self.checks),
             "overhead": list(astuple(self.overhead)),
             "plain_overhead": list(astuple(self.plain_overhead)),
         }
@@ -115,9 +116,10 @@ class Costs:
     def from_json(data: Mapping[str, Any]) -> "Costs":
         return Costs(
             tuple(Seconds(*step) for step in data["target"]),
-            {name: {int(k): Seconds(*block) for k, block in blocks.items()} for name, blocks in data["blocks"].items()},
+            _seconds(data["blocks"]),
             Seconds(*data["overhead"]),
             Seconds(*data["plain_overhead"]),
+            _seconds(data["checks"]),
         )
 
 
@@ -143,10 +145,19 @@ def measure_costs(
         UserError: the text is too short for so many rounds.
     """
     rounds = repeats + WARM_UP_ROUNDS
-    start = len(text) - 2 * rounds - max(ks) - 1
+    lengths = sorted({min(ks), max(ks)})
+    trees = {
+        (_CHECK, name, k): drafter.num_nodes(k) + 1
+        for name, drafter in drafters.items()
+        if isinstance(drafter, Branching)
+        for k in lengths
+    }
+    widest = max(max(ks) + 1, *trees.values(), 0)
+    start = len(text) - 2 * rounds - widest
     if start < 1:
-        raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + max(ks) + 2} tokens, not {len(text)}.")
-    clocks = _target_clocks(target, law, max(ks) + 1) | _draft_clocks(drafters, sorted({min(ks), max(ks)}))
+        raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + widest + 1} tokens, not {len(text)}.")
+    widths = {width: width for width in range(1, max(ks) + 2)} | trees
+    clocks = _target_clocks(target, law, widths) | _draft_clocks(drafters, lengths)
     timings: dict[Any, list[float]] = {name: [] for name in clocks}
     with progress.task(f"timing {law}", float(rounds), "rounds") as task:
         for number in range(rounds):
@@ -156,16 +167,17 @@ def measure_costs(
                 timings[name].append(time.perf_counter() - began)
             task.advance()
     measured = {name: Seconds.of(values[WARM_UP_ROUNDS:]) for name, values in timings.items()}
-    blocks: dict[str, dict[int, Seconds]] = {name: {} for name in drafters}
-    for key, seconds in measured.items():
-        if isinstance(key, tuple):
-            blocks[key[0]][key[1]] = seconds
+    blocks = {name: {k: measured[name, k] for k in lengths} for name in drafters}
+    checks = {name: {k: measured[_CHECK, name, k] for k in lengths} for _, name, _ in trees}
     plain, block = measure_overhead(target.vocab_size, law, repeats)
     steps = tuple(measured[width] for width in range(1, max(ks) + 2))
-    return Costs(steps, blocks, Seconds.of(block), Seconds.of(plain))
+    return Costs(steps, blocks, Seconds.of(block), Seconds.of(plain), checks)
 
 
-def _target_clocks(target: TimedTarget, law: SamplingLaw, widest: int) -> dict[Any, Callable[[Tensor, int], None]]:
+def _target_clocks(
+    target: TimedTarget, law: SamplingLaw, widths: Mapping[Any, int]
+) -> dict[Any, Callable[[Tensor, int], None]]:
+    """Return what times a target step of each width; the nodes of a tree are taken as a chain of as many."""
     session, uniform = target.session(), uniforms(torch.Generator().manual_seed(0))
 
     def step(width: int) -> Callable[[Tensor, int], None]:
@@ -176,7 +188,7 @@ def _target_clocks(target: TimedTarget, law: SamplingLaw, widest: int) -> dict[A
 
         return run
 
-    return {width: step(width) for width in range(1, widest + 1)}
+    return {name: step(width) for name, width in widths.items()}
 
 
 def _draft_clocks(drafters: Mapping[str, Drafter], lengths: Sequence[int]) -> dict[Any, Callable[[Tensor, int], None]]:
@@ -188,6 +200,19 @@ def _draft_clocks(drafters: Mapping[str, Drafter], lengths: Sequence[int]) -> di
         return lambda text, position: _ignored(own.propose(text[:position], k, generator))
 
     return {(name, k): block(drafter, k) for name, drafter in drafters.items() for k in lengths}
+
+
+def _between(timed: Mapping[int, Seconds], k: int) -> float:
+    lengths = sorted(timed)
+    return float(np.interp(k, lengths, [timed[length].median for length in lengths]))
+
+
+def _plain(timed: Mapping[str, Mapping[int, Seconds]]) -> dict[str, dict[str, list[float]]]:
+    return {name: {str(k): list(astuple(one)) for k, one in by_k.items()} for name, by_k in timed.items()}
+
+
+def _seconds(data: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[int, Seconds]]:
+    return {name: {int(k): Seconds(*one) for k, one in by_k.items()} for name, by_k in data.items()}
 
 
 def _ignored(proposal: Proposal) -> None: ...

@@ -22,6 +22,7 @@ from foredraft.acceptance.intervals import (
 from foredraft.acceptance.prediction import Yield, batch_figures, passes_json
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.core.law import SamplingLaw
+from foredraft.core.protocols import EXACT
 from foredraft.core.roofline import PassFacts
 
 SCHEMA = 1
@@ -38,6 +39,7 @@ class DrafterFacts:
         has_int8_body: Whether it multiplies with 8-bit weights.
         twin: Name of the candidate that differs only in computing the whole head; empty if there is none.
         parent: Name of the candidate that it was made from; empty if there is none.
+        validity: What of its replay is exact, see StatesValidity.
         passes: What a draft step moves and computes; None without a model.
     """
 
@@ -49,6 +51,7 @@ class DrafterFacts:
     twin: str = ""
     parent: str = ""
     passes: PassFacts | None = None
+    validity: str = EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,11 @@ def build_report(
         "machine": describe_machine(),
         "laws": [_law(scores, facts, target) for scores in laws],
         "paired": paired,
-        "notes": [*noise_warnings(paired), *(note for scores in laws for note in _notes(scores))],
+        "notes": [
+            *noise_warnings(paired),
+            *_validity_notes(facts),
+            *(note for scores in laws for note in _notes(scores)),
+        ],
     }
 
 
@@ -155,6 +162,7 @@ def _drafter(name: str, report: AcceptanceReport, scores: LawScores, facts: Draf
         "head_rows": facts.head_rows,
         "has_int8_body": facts.has_int8_body,
         "twin": facts.twin,
+        "validity": facts.validity,
     }
 
 
@@ -280,6 +288,16 @@ def _pair(scores: LawScores, one: str, other: str, metric: str, found: PairedDif
         "prompts": len(scores.reports[one].prompts),
         "prompts_needed": int(needed) if math.isfinite(needed) else None,
     }
+
+
+def _validity_notes(facts: Mapping[str, DrafterFacts]) -> list[str]:
+    partly = [name for name, one in facts.items() if one.validity != EXACT]
+    if not partly:
+        return []
+    return [
+        f"{', '.join(partly)}: replay's tokens are exact, its draft steps are not, since drafting goes on over tokens "
+        "that are never emitted. Trust the measured speedup before the predicted one."
+    ]
 
 
 def _notes(scores: LawScores) -> list[str]:

@@ -115,6 +115,27 @@ class Observer(Protocol):
     def observe(self, outcome: BlockOutcome) -> None: ...
 
 
+EXACT = "exact"
+TOKENS_EXACT = "tokens exact, draft steps not"
+
+
+@runtime_checkable
+class StatesValidity(Protocol):
+    """A drafter whose replay is not exact in every respect (MATHS 4); others are exact."""
+
+    @property
+    def validity(self) -> str:
+        """TOKENS_EXACT where tokens per call are exact, and the draft steps that they cost are not."""
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """A drafter of trees."""
+
+    def num_nodes(self, k: int) -> int:
+        """Return the most draft tokens of a block of k levels."""
+
+
 @runtime_checkable
 class DraftBatch(Protocol):
     """A drafter at work on several texts, known by their numbers from 0 on."""

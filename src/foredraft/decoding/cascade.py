@@ -10,7 +10,7 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError, UserError
 from foredraft.core.law import SamplingLaw, law_probs
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import Answer, Drafter, EmittedProbs
+from foredraft.core.protocols import TOKENS_EXACT, Answer, Drafter, EmittedProbs
 from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
 from foredraft.models.causal_lm import CausalLMDrafter
@@ -31,6 +31,7 @@ class Cascade:
     """
 
     kind = "cascade"
+    validity = TOKENS_EXACT
 
     def __init__(self, middle: Drafter, session: TargetSession, drafter: Drafter, inner_k: int) -> None:
         self.middle = middle

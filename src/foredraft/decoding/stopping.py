@@ -10,7 +10,7 @@ from torch import Tensor
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import Answer, Drafter, EmittedProbs
+from foredraft.core.protocols import TOKENS_EXACT, Answer, Drafter, EmittedProbs
 
 
 @final
@@ -22,6 +22,7 @@ class ConfidentDrafter:
     """
 
     kind = "confident"
+    validity = TOKENS_EXACT
 
     def __init__(self, drafter: Drafter, threshold: float) -> None:
         self.drafter = drafter

@@ -91,6 +91,16 @@ class TreeShape:
         """Return how many children a node at `depth` gets; the context has depth 0."""
         return max(1, round(self.width * self.width_decay**depth))
 
+    def num_nodes(self, depth: int) -> int:
+        """Return how many nodes a tree of `depth` levels has at most."""
+        level, nodes = 1, 0
+        for above in range(depth):
+            level *= self.children(above)
+            nodes += level
+            if nodes >= self.max_nodes:
+                return self.max_nodes
+        return nodes
+
 
 @final
 class TreeDrafter:
@@ -128,6 +138,9 @@ class TreeDrafter:
 
     def bind(self, law: SamplingLaw) -> "TreeDrafter":
         return TreeDrafter(self.drafter.bind(law), self.shape, self.draws)
+
+    def num_nodes(self, k: int) -> int:
+        return self.shape.num_nodes(k)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         """Return a tree of depth k at most."""
