@@ -31,7 +31,7 @@ candidates:
     - distill: {{tokens: 3000, batch_tokens: 256, layer_matching: 0.1}}
   int8: [{{from: prefix}}, {{quantize: {{bits: 8}}}}]
   pruned: [{{from: prefix}}, {{prune: {{layers: 1, by: last}}}}, {{distill: {{tokens: 1500, batch_tokens: 256}}}}]
-  tree: [{{from: prefix}}, {{wrap: "tree:max_nodes=3,width=2"}}]
+  sure: [{{from: prefix}}, {{wrap: "confident:threshold=0.2"}}]
   own-law: [{{from: prefix}}, {{law: {{num_draft_tokens: 2, answers: 8}}}}]
   full-head: [{{from: prefix}}, {{head: {{rows: full}}}}]
 evaluate: {{num_draft_tokens: 1..3, audit_prompts: 2, audit_tokens: 16, cost_repeats: 3}}
@@ -81,7 +81,7 @@ def test_the_report_keeps_its_contract(finished: tuple[Path, dict]) -> None:
     assert report == json.loads((out / "report.json").read_text())
     assert report["schema"] == 1
     assert [law["temperature"] for law in report["laws"]] == [0.0, 1.0]
-    names = {"lookup", "ngram", "untrained", "prefix", "matched", "int8", "pruned", "full-head", "own-law"}
+    names = {"lookup", "ngram", "untrained", "prefix", "matched", "int8", "pruned", "full-head", "own-law", "sure"}
     for law in report["laws"]:
         assert {"temperature", "top_k", "top_p", "drafters"} <= set(law)
         assert {entry["name"] for entry in law["drafters"]} == names
@@ -146,7 +146,7 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
 ) -> None:
     whole, report = finished
     out, chance = tmp_path / "killed", random.Random(7)
-    for _ in range(4):
+    for _ in range(3):
         process = subprocess.Popen(
             [sys.executable, "-m", "foredraft.cli", "run", str(recipe), "--out", str(out)],
             env=ONE_THREAD,
