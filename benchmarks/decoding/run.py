@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foredraft.acceptance.leaderboard import describe_machine
-from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.core.law import SamplingLaw
 from foredraft.core.protocols import Drafter
 from foredraft.decoding.speculative import Limits, decode, plain_decode
 from foredraft.models.causal_lm import load_causal_lm_drafter
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--k", type=int, nargs="+", default=[4])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     target = load_target(asked.target, asked.dtype)
@@ -129,7 +130,7 @@ def main() -> None:
         "| drafter | law | k | foredraft tok/s | transformers tok/s | foredraft / transformers | same text |",
         "|---|---|---|---|---|---|---|",
     ]
-    for law, k in itertools.product((GREEDY, SamplingLaw()), asked.k):
+    for law, k in itertools.product(map(SamplingLaw, asked.temperature), asked.k):
         assistant.generation_config.num_assistant_tokens = k
         pairs: dict[str, tuple[Engine, Engine]] = {
             "none": (
