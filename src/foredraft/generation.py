@@ -1,7 +1,7 @@
 """Answering by speculative decoding, in words: one prompt, or a file of them that can be interrupted."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,6 @@ def answer(
     prompts: Sequence[Prompt],
     asked: Asked,
     settings: DecodeSettings,
-    on_answer: Callable[[Generated], None] = lambda one: None,
 ) -> Iterator[Generated]:
     """Answer prompts in order, settings.batch_size at once; of several turns only the first.
 
@@ -99,7 +98,6 @@ def answer(
 
     Args:
         drafter: None decodes plainly.
-        on_answer: Told of each answer.
 
     Raises:
         CapabilityError: a tree is asked for in a batch.
@@ -110,9 +108,7 @@ def answer(
         for decoded in _decoded(target, guesser, prompts[start : start + settings.batch_size], asked, settings):
             text = target.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)
             calls = decoded.target_calls
-            one = Generated(text, len(decoded.token_ids), calls, decoded.seconds, decoded.finish_reason)
-            on_answer(one)
-            yield one
+            yield Generated(text, len(decoded.token_ids), calls, decoded.seconds, decoded.finish_reason)
 
 
 def answer_file(

@@ -1,6 +1,5 @@
 """What draft and target steps cost over a batch of requests, each behind a context of the same length."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foredraft.acceptance.cost import WARM_UP_ROUNDS, Costs, Seconds
+from foredraft.acceptance.cost import Costs, Seconds, in_rounds
 from foredraft.core.law import SamplingLaw, law_probs, sample_indices
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.proposal import Proposal
@@ -65,11 +64,11 @@ def measure_batch(
     """
     contexts = text[None].expand(rows, -1)
     lengths = sorted({min(ks), max(ks)})
-    clocks: dict[Any, Callable[[], None]] = _target_clocks(target, contexts, law, max(ks) + 1)
+    clocks: dict[Any, Callable[[int], None]] = _target_clocks(target, contexts, law, max(ks) + 1)
     for name, drafter in drafters.items():
         if isinstance(drafter, Batched):
             clocks |= _draft_clocks(name, drafter.texts(contexts), drafter.law, text, rows, lengths)
-    measured = _in_rounds(clocks, repeats, f"timing {law}, {rows} requests", progress)
+    measured = in_rounds(clocks, repeats, f"timing {law}, {rows} requests", progress)
     blocks = {
         name: {
             k: measured[name, k]
@@ -85,14 +84,14 @@ def measure_batch(
 
 def _target_clocks(
     target: BatchedTarget, contexts: Int[Tensor, "rows context"], law: SamplingLaw, widest: int
-) -> dict[Any, Callable[[], None]]:
+) -> dict[Any, Callable[[int], None]]:
     texts, uniform = target.texts(contexts), uniforms(torch.Generator().manual_seed(_SEED))
 
-    def step(width: int) -> Callable[[], None]:
+    def step(width: int) -> Callable[[int], None]:
         new = contexts[:, -width:]
         guess = Proposal.certain(new[0, 1:], target.vocab_size)
 
-        def run() -> None:
+        def run(number: int) -> None:
             texts.again()
             for logits in texts.logits(new):
                 verify_chain(law_probs(logits, law), guess, uniform)
@@ -104,11 +103,11 @@ def _target_clocks(
 
 def _draft_clocks(
     name: str, texts: Texts, law: SamplingLaw, text: Int[Tensor, " tokens"], rows: int, lengths: Sequence[int]
-) -> dict[Any, Callable[[], None]]:
+) -> dict[Any, Callable[[int], None]]:
     generator = torch.Generator().manual_seed(_SEED)
 
-    def block(k: int) -> Callable[[], None]:
-        def run() -> None:
+    def block(k: int) -> Callable[[int], None]:
+        def run(number: int) -> None:
             texts.again()
             # The last draft token of a block and the token after it have not been read yet.
             new = text[-2:].expand(rows, -1)
@@ -126,21 +125,6 @@ def _drawn(logits: Float[Tensor, "rows columns"], law: SamplingLaw, generator: t
         return logits.argmax(-1).cpu()
     uniform = torch.rand(len(logits), generator=generator, dtype=torch.float64)
     return sample_indices(law_probs(logits, law), uniform.to(logits.device)).cpu()
-
-
-def _in_rounds(
-    clocks: Mapping[Any, Callable[[], None]], repeats: int, what: str, progress: Progress
-) -> dict[Any, Seconds]:
-    rounds = repeats + WARM_UP_ROUNDS
-    timings: dict[Any, list[float]] = {key: [] for key in clocks}
-    with progress.task(what, float(rounds), "rounds") as task:
-        for _ in range(rounds):
-            for key, run in clocks.items():
-                began = time.perf_counter()
-                run()
-                timings[key].append(time.perf_counter() - began)
-            task.advance()
-    return {key: Seconds.of(values[WARM_UP_ROUNDS:]) for key, values in timings.items()}
 
 
 def _scaled(seconds: Seconds, factor: int) -> Seconds:

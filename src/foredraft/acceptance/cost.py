@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -158,20 +159,33 @@ def measure_costs(
         raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + widest + 1} tokens, not {len(text)}.")
     widths = {width: width for width in range(1, max(ks) + 2)} | trees
     clocks = _target_clocks(target, law, widths) | _draft_clocks(drafters, lengths)
-    timings: dict[Any, list[float]] = {name: [] for name in clocks}
-    with progress.task(f"timing {law}", float(rounds), "rounds") as task:
-        for number in range(rounds):
-            for name, run in clocks.items():
-                began = time.perf_counter()
-                run(text, start + 2 * number)
-                timings[name].append(time.perf_counter() - began)
-            task.advance()
-    measured = {name: Seconds.of(values[WARM_UP_ROUNDS:]) for name, values in timings.items()}
+    runs = {name: partial(_in_round, run, text, start) for name, run in clocks.items()}
+    measured = in_rounds(runs, repeats, f"timing {law}", progress)
     blocks = {name: {k: measured[name, k] for k in lengths} for name in drafters}
     checks = {name: {k: measured[_CHECK, name, k] for k in lengths} for _, name, _ in trees}
     plain, block = measure_overhead(target.vocab_size, law, repeats)
     steps = tuple(measured[width] for width in range(1, max(ks) + 2))
     return Costs(steps, blocks, Seconds.of(block), Seconds.of(plain), checks)
+
+
+def in_rounds(
+    clocks: Mapping[Any, Callable[[int], None]], repeats: int, what: str, progress: Progress
+) -> dict[Any, Seconds]:
+    """Time each clock once a round, in turns; each is told the number of the round, and the first rounds warm up."""
+    rounds = repeats + WARM_UP_ROUNDS
+    timings: dict[Any, list[float]] = {key: [] for key in clocks}
+    with progress.task(what, float(rounds), "rounds") as task:
+        for number in range(rounds):
+            for key, run in clocks.items():
+                began = time.perf_counter()
+                run(number)
+                timings[key].append(time.perf_counter() - began)
+            task.advance()
+    return {key: Seconds.of(values[WARM_UP_ROUNDS:]) for key, values in timings.items()}
+
+
+def _in_round(run: Callable[[Tensor, int], None], text: Int[Tensor, " tokens"], start: int, number: int) -> None:
+    run(text, start + 2 * number)
 
 
 def _target_clocks(

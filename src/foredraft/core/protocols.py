@@ -203,23 +203,8 @@ class Speaker(Protocol):
 
 
 @runtime_checkable
-class Target(Protocol):
+class Target(Speaker, Protocol):
     """The model whose output law must be kept."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the weights and configuration; changes when the target changes."""
-
-    @property
-    def dtype(self) -> str:
-        """What it computes in, such as float32; "unknown" for a server that does not say."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of its laws (columns of the head, padding rows included)."""
 
     @property
     def max_context(self) -> int:
@@ -231,9 +216,6 @@ class Target(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
-
-    @property
-    def tokenizer_fingerprint(self) -> str: ...
 
     def write(
         self,

@@ -116,9 +116,8 @@ class TreeDrafter:
         """Grow trees of `shape`; without `draws` the most probable children stay, whatever law is bound."""
         self.draws = draws
         self.drafter = drafter if draws else drafter.bind(GREEDY)
-        drafter = self.drafter
         self.shape = shape
-        self._source = drafter.bind(SamplingLaw()) if drafter.law.is_greedy else drafter
+        self._source = self.drafter.bind(SamplingLaw()) if self.law.is_greedy else self.drafter
 
     @property
     def law(self) -> SamplingLaw:

@@ -34,8 +34,8 @@ class KeyValueCache:
         Raises:
             CapabilityError: the model keeps a recurrent state, which cannot be cropped.
         """
-        self._growing: list[_GrowingLayer] = []
-        self.inner = _cache_of(model, lambda: _GrowingLayer(capacity), self._growing)
+        self.inner = _cache_of(model, lambda: _GrowingLayer(capacity))
+        self._growing = [layer for layer in self.inner.layers if isinstance(layer, _GrowingLayer)]
 
     @property
     def length(self) -> int:
@@ -87,8 +87,8 @@ class RaggedCache:
     def __init__(self, model: PreTrainedModel, rows: int, capacity: int = _FIRST_CAPACITY) -> None:
         """Make empty caches with room for `capacity` tokens each; see KeyValueCache."""
         self.lengths = torch.zeros(rows, dtype=torch.long)
-        self._layers: list[_RaggedLayer] = []
-        self.inner = _cache_of(model, lambda: _RaggedLayer(self, capacity), self._layers)
+        self.inner = _cache_of(model, lambda: _RaggedLayer(self, capacity))
+        self._layers = [layer for layer in self.inner.layers if isinstance(layer, _RaggedLayer)]
 
     def drop(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
@@ -99,8 +99,8 @@ class RaggedCache:
         self.lengths = self.lengths[:end]
 
 
-def _cache_of(model: PreTrainedModel, attention_layer: Callable[[], Any], made: list[Any]) -> Cache:
-    """Return a cache with `attention_layer()` for each attention layer of a model, also put into `made`.
+def _cache_of(model: PreTrainedModel, attention_layer: Callable[[], Any]) -> Cache:
+    """Return a cache with `attention_layer()` for each attention layer of a model.
 
     Raises:
         CapabilityError: the model keeps a recurrent state, which cannot be cropped.
@@ -108,8 +108,7 @@ def _cache_of(model: PreTrainedModel, attention_layer: Callable[[], Any], made: 
     layers: list[Any] = []
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            made.append(attention_layer())
-            layers.append(made[-1])
+            layers.append(attention_layer())
         elif isinstance(layer, DummyLayer):
             layers.append(layer)
         else:

@@ -13,7 +13,7 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress, Task
-from foredraft.core.protocols import Continuation, Target
+from foredraft.core.protocols import Continuation, Speaker, Target
 from foredraft.recipe import TraceSettings
 from foredraft.trace.prompts import Prompt, ignores_settings, prompts_digest, render
 from foredraft.trace.rows import TraceRow
@@ -46,7 +46,7 @@ def collect(
         OutputError: `out` holds something else.
     """
     shards = _shards(prompts, _lengths(target, prompts, settings.max_new_tokens), settings)
-    writer = TraceWriter.open(out, _info(target, prompts, settings, law))
+    writer = TraceWriter.open(out, info_of(target, prompts_digest(prompts), settings, law))
     num_done = len(writer.info.shards)
     if num_done < len(shards):
         _warn_of_ignored_settings(target, prompts)
@@ -101,7 +101,8 @@ def _shards(prompts: Sequence[Prompt], lengths: Sequence[int], settings: TraceSe
     return sorted(shards, key=lambda shard: digest_of([settings.seed, shard[0].id]))
 
 
-def _info(target: Target, prompts: Sequence[Prompt], settings: TraceSettings, law: SamplingLaw) -> TraceInfo:
+def info_of(target: Speaker, digest: str, settings: TraceSettings, law: SamplingLaw) -> TraceInfo:
+    """Return what the manifest of a new trace says; `digest` is the identity of what was said to the target."""
     return TraceInfo(
         target=target.name,
         target_fingerprint=target.fingerprint,
@@ -113,7 +114,7 @@ def _info(target: Target, prompts: Sequence[Prompt], settings: TraceSettings, la
         top=settings.top,
         max_new_tokens=settings.max_new_tokens,
         seed=settings.seed,
-        prompts_digest=prompts_digest(prompts),
+        prompts_digest=digest,
         batch_size=settings.batch_size,
     )
 

@@ -15,6 +15,7 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Reading, ReadingTarget, Target
 from foredraft.recipe import TraceSettings
+from foredraft.trace.collect import info_of
 from foredraft.trace.prompts import Prompt, content_digest, file_bytes, jsonl_rows, parse_prompt, render
 from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import LOGGED, Trace, TraceInfo, TraceWriter
@@ -284,21 +285,8 @@ def _info(
     law: SamplingLaw,
 ) -> TraceInfo:
     said = [[answer.id, text.start, text.token_ids.tolist()] for answer, text in zip(answers, texts, strict=True)]
-    return TraceInfo(
-        target=target.name,
-        target_fingerprint=target.fingerprint,
-        tokenizer_fingerprint=target.tokenizer_fingerprint,
-        vocab_size=target.vocab_size,
-        dtype=target.dtype,
-        law=law,
-        stored_law=SamplingLaw() if law.is_greedy else law,
-        top=settings.top,
-        max_new_tokens=max(text.num_tokens for text in texts),
-        seed=settings.seed,
-        prompts_digest=digest_of(said),
-        batch_size=settings.batch_size,
-        provenance=LOGGED,
-    )
+    info = info_of(target, digest_of(said), settings, law)
+    return replace(info, max_new_tokens=max(text.num_tokens for text in texts), provenance=LOGGED)
 
 
 def _refuse_impossible(
