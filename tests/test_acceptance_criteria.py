@@ -18,7 +18,7 @@ from foredraft.core.protocols import Answer, LawGiver
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
 from foredraft.ngram.law import build_ngram_law, load_ngram_law
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 from foredraft.trace.rows import TraceRow
 from tests.tiny import tiny_model
 from tests.traces import trace_row

@@ -15,7 +15,7 @@ from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.protocols import TOKENS_EXACT, Drafter, StatesValidity
 from foredraft.decoding.trees import TreeShape
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.recipe import PromptSource, TraceSettings
+from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace

@@ -25,7 +25,7 @@ from foredraft.models.gguf import read_gguf
 from foredraft.models.gguf_header import read_header
 from foredraft.models.loading import load_tokenizer, tokenizer_fingerprint
 from foredraft.models.target import load_target
-from foredraft.recipe import InitStep, NgramStep
+from foredraft.steps import InitStep, NgramStep
 from tests.test_models_gguf import _write_gguf as write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.traces import build_trace, trace_row

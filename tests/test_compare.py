@@ -19,7 +19,7 @@ from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.limits import Limit, report_shortfalls, shortfalls
 from foredraft.models.target import load_target
 from foredraft.pool import evaluate_drafters
-from foredraft.recipe import EvaluateSettings
+from foredraft.settings import EvaluateSettings
 from foredraft.trace.store import Trace
 from tests.made_up_costs import costs_as_said
 from tests.test_trace_adapters import SGLANG, VLLM

@@ -12,7 +12,7 @@ from foredraft.core.progress import SILENT
 from foredraft.core.protocols import Answer, Drafter
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.loading import load_causal_lm
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 from tests.contract_drafter import check_drafter
 
 VOCAB_SIZE = 272

@@ -19,7 +19,7 @@ from foredraft.distill.init import init_from_target
 from foredraft.models.draft import save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 from foredraft.verbs import load_drafter
 
 PROMPTS = ("The cat sat on the mat. The cat sat on", "for i in range(10):\n    print(i)\nfor i in")

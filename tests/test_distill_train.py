@@ -25,7 +25,7 @@ from foredraft.distill.schedule import Schedule
 from foredraft.distill.student import Student
 from foredraft.distill.train import Distilled, distill
 from foredraft.models.draft import Draft
-from foredraft.recipe import DistillStep
+from foredraft.steps import DistillStep
 from foredraft.trace.store import Trace
 from tests.distilling import held_out_acceptance, tiny_target, written_trace
 from tests.tiny import tiny_model
@@ -166,7 +166,7 @@ import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
 from foredraft.distill.train import distill
-from foredraft.recipe import DistillStep
+from foredraft.steps import DistillStep
 from foredraft.trace.store import open_trace
 from tests.distilling import tiny_target
 from tests.test_distill_train import RESUMED, _first_layers

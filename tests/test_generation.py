@@ -11,7 +11,7 @@ from foredraft.core.errors import CapabilityError, OutputError, UnknownNameError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.generation import Asked, Generated, answer, answer_file, as_prompt
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.recipe import DecodeSettings
+from foredraft.settings import DecodeSettings
 from foredraft.trace.prompts import Prompt
 from foredraft.verbs import load_drafter
 

@@ -17,7 +17,7 @@ from foredraft.core.law import GREEDY
 from foredraft.models.gguf import read_gguf
 from foredraft.models.loading import load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import QUICKSTART_TARGET
+from foredraft.settings import QUICKSTART_TARGET
 from tests.tiny import SPECIAL, tiny_model, tiny_tokenizer
 
 NAMES = {

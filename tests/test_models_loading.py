@@ -26,7 +26,7 @@ from foredraft.models.loading import (
     resolve_dtype,
     tokenizer_fingerprint,
 )
-from foredraft.recipe import QUICKSTART_TARGET
+from foredraft.settings import QUICKSTART_TARGET
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 

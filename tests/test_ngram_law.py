@@ -17,7 +17,7 @@ from foredraft.ngram.counts import NgramCounts, count_ngrams, merged
 from foredraft.ngram.hybrid import FirstGuess, Mixture, fitted_shares
 from foredraft.ngram.law import BACKOFF, DISCOUNT, UNSEEN, build_ngram_law, load_ngram_law, ngram_law, updated
 from foredraft.ngram.prompt_lookup import PromptLookup
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 from tests.contract_drafter import check_drafter
 
 VOCAB = 7

@@ -12,7 +12,7 @@ from foredraft.core.errors import CheckpointError, CorpusError
 from foredraft.core.progress import SILENT
 from foredraft.core.protocols import Answer
 from foredraft.ngram.lookup_table import FILE, LookupTable, build_lookup_table, load_lookup_table, open_lookup_table
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 from tests.contract_drafter import check_drafter
 
 VOCAB = 6

@@ -15,7 +15,7 @@ from foredraft.ngram.index import build_suffix_index, open_suffix_index
 from foredraft.ngram.suffix import SuffixDrafter, Voting, build_suffix, context_drafter, load_suffix, pooled
 from foredraft.ngram.suffix_array import padding, reversed_text, suffix_array
 from foredraft.ngram.votes import ROOT, vote_chain, vote_tree
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 
 GENERATOR = torch.Generator()
 

@@ -14,7 +14,7 @@ from foredraft.core.progress import SILENT
 from foredraft.core.protocols import Answer, Drafter
 from foredraft.ngram.jit import COMPILED
 from foredraft.ngram.table import FILE, NgramTable, build_ngram_table, load_ngram_table
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 
 GENERATOR = torch.Generator()
 

@@ -18,7 +18,8 @@ from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.own_law import OwnLaws, bound_for
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.pool import evaluate_drafters
-from foredraft.recipe import EvaluateSettings, HeadStep, LawStep, NgramStep, QuantizeStep, TraceSettings
+from foredraft.settings import EvaluateSettings, TraceSettings
+from foredraft.steps import HeadStep, LawStep, NgramStep, QuantizeStep
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace

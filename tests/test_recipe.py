@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from foredraft.core.errors import RecipeError
-from foredraft.recipe import DistillStep, EvaluateSettings, load_recipe, parse_recipe, settings_from
+from foredraft.recipe import load_recipe, parse_recipe, settings_from
+from foredraft.settings import EvaluateSettings
+from foredraft.steps import DistillStep
 
 GOOD = """
 target: {model: some/model}

@@ -23,7 +23,8 @@ from foredraft.core.protocols import Drafter
 from foredraft.models.loading import load_causal_lm
 from foredraft.models.remote.target import connect
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import QUICKSTART_TARGET, InitStep, PromptSource, TraceSettings
+from foredraft.settings import QUICKSTART_TARGET, PromptSource, TraceSettings
+from foredraft.steps import InitStep
 from foredraft.trace.collect import collect
 from foredraft.trace.logged import LoggedAnswer, collect_logged
 from foredraft.trace.prompts import Prompt, read_prompts, render

@@ -13,7 +13,7 @@ from foredraft.core.law import GREEDY, SamplingLaw, law_logprobs
 from foredraft.core.protocols import Target
 from foredraft.models.remote.client import Patience
 from foredraft.models.remote.target import RemoteTarget, connect
-from foredraft.recipe import PromptSource, TraceSettings
+from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, render
 from foredraft.trace.store import open_trace

@@ -15,8 +15,8 @@ from foredraft.acceptance.report import AcceptanceReport, PromptCounts
 from foredraft.acceptance.terminal import leaderboard_table
 from foredraft.core.law import SamplingLaw
 from foredraft.core.roofline import PassFacts
-from foredraft.recipe import EvaluateSettings, SelectSettings
 from foredraft.scoring import choose_from, predicted_elsewhere
+from foredraft.settings import EvaluateSettings, SelectSettings
 from tests.made_up_report import QUICKSTART, made_up_report
 
 FACTS = PassFacts(2e9, 2.5e9, 2e9, 1e5, 1e5, 20, "bfloat16")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from foredraft.acceptance.wording import Figure
 from foredraft.core.errors import UserError
-from foredraft.recipe import SelectSettings
 from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
+from foredraft.settings import SelectSettings
 
 TARGET_BYTES = 1_000_000_000
 ROOMY = SelectSettings(memory_fraction=0.5)

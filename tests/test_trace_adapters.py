@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.core.errors import PromptError, UserError
-from foredraft.recipe import PromptSource
+from foredraft.settings import PromptSource
 from foredraft.trace.adapters import read_published
 from foredraft.trace.prompts import NO_DOMAIN, Prompt, read_prompts
 

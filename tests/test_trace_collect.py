@@ -14,7 +14,7 @@ from foredraft.core.law import GREEDY, SamplingLaw, law_logprobs
 from foredraft.core.protocols import Continuation, Target
 from foredraft.models.loading import load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import PromptSource, TraceSettings
+from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, render
 from foredraft.trace.rows import TraceRow

@@ -12,7 +12,7 @@ from foredraft.core.errors import PromptError, TraceError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.models.loading import load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import PromptSource, TraceSettings
+from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.logged import LogChecks, LoggedTrace, collect_logged, read_log
 from foredraft.trace.prompts import Prompt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.core.errors import PromptError
-from foredraft.recipe import SHIPPED_PROMPTS, PromptSource
+from foredraft.settings import SHIPPED_PROMPTS, PromptSource
 from foredraft.trace.near import near_duplicates
 from foredraft.trace.prompts import NO_DOMAIN, Prompt, ignores_settings, prompts_digest, read_prompts, render
 from tests.tiny import tiny_tokenizer

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.core.errors import PromptError
-from foredraft.recipe import PromptSource
+from foredraft.settings import PromptSource
 from foredraft.trace.near import NEAR, near_duplicates
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.split import split, split_sources

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from foredraft.core.law import SamplingLaw
-from foredraft.recipe import PromptSource, TraceSettings
+from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace

@@ -25,7 +25,7 @@ from foredraft.decoding.speculative import Limits, decode, plain_decode
 from foredraft.models.causal_lm import load_causal_lm_drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.ngram.prompt_lookup import PromptLookup
-from foredraft.recipe import PromptSource
+from foredraft.settings import PromptSource
 from foredraft.trace.prompts import read_prompts, render
 
 

@@ -28,7 +28,7 @@ from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.ngram.prompt_lookup import PromptLookup
-from foredraft.recipe import PromptSource, TraceSettings
+from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import read_prompts
 from foredraft.trace.store import Trace, open_trace

@@ -138,7 +138,7 @@ def collect(
     """Write down what a target answers, with its law at every token. The same again goes on where it was."""
     from foredraft.core.law import SamplingLaw
     from foredraft.models.remote.target import SERVERS_TOP, connect, is_url
-    from foredraft.recipe import PromptSource, TraceSettings
+    from foredraft.settings import PromptSource, TraceSettings
     from foredraft.trace.collect import collect as collect_trace
     from foredraft.trace.prompts import read_prompts
 
@@ -196,7 +196,8 @@ def distill(
 ) -> None:
     """Teach a draft the target's law on the target's own answers."""
     from foredraft import verbs
-    from foredraft.recipe import DistillStep, InitStep, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.steps import DistillStep, InitStep
 
     step = settings_from(DistillStep, overrides)
     loaded, opened = _target(target, dtype, adapter, trust_remote_code), _traces(traces)
@@ -225,7 +226,8 @@ def quantize(
 ) -> None:
     """Round a draft's weights to 8 bits."""
     from foredraft import verbs
-    from foredraft.recipe import QuantizeStep, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.steps import QuantizeStep
 
     step = settings_from(QuantizeStep, overrides)
     _print_draft(out, verbs.quantize_draft(draft, _target(target, dtype, adapter), step, out), as_json)
@@ -250,7 +252,8 @@ def prune(
 ) -> None:
     """Cut layers out of a draft. Heal it afterwards with `foredraft distill --draft`."""
     from foredraft import verbs
-    from foredraft.recipe import PruneStep, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.steps import PruneStep
 
     step = settings_from(PruneStep, overrides)
     _print_draft(out, verbs.prune_draft(draft, _target(target, dtype, adapter), _traces(traces), step, out), as_json)
@@ -283,7 +286,8 @@ def fit_law(
 ) -> None:
     """Give a draft the temperature and top-k under which the target accepts most, or those you name."""
     from foredraft import verbs
-    from foredraft.recipe import LawStep, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.steps import LawStep
 
     step = settings_from(LawStep, overrides)
     if step.is_fitted and not traces:
@@ -312,7 +316,8 @@ def build_ngram(
 ) -> None:
     """Build a drafter without a model from what the target wrote."""
     from foredraft import verbs
-    from foredraft.recipe import NgramStep, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.steps import NgramStep
     from foredraft.trace.store import absent_target
 
     step = settings_from(NgramStep, [f"kind={kind}", *overrides])
@@ -381,7 +386,8 @@ def evaluate_acceptance(
     from foredraft.acceptance.counters import read_server
     from foredraft.limits import Limit, report_shortfalls
     from foredraft.pool import evaluate_drafters
-    from foredraft.recipe import EvaluateSettings, LawSettings, PromptSource, TraceSettings, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.settings import EvaluateSettings, LawSettings, PromptSource, TraceSettings
     from foredraft.trace.store import absent_target
 
     if bool(prompts) == bool(traces):
@@ -485,8 +491,9 @@ def select(
     as_json: Json = False,
 ) -> None:
     """Choose the drafter and its draft length, and say why the others lost."""
-    from foredraft.recipe import SelectSettings, validated
+    from foredraft.recipe import validated
     from foredraft.scoring import choose_from, read_report
+    from foredraft.settings import SelectSettings
 
     settings = validated(SelectSettings, {"memory_fraction": memory_fraction, "runtime": runtime}, "select")
     selection = choose_from(read_report(report), settings)
@@ -576,8 +583,8 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Show the leaderboard of a finished run again, or what it predicts for another machine; no model is loaded."""
-    from foredraft.recipe import EvaluateSettings
     from foredraft.scoring import predicted_elsewhere, read_report
+    from foredraft.settings import EvaluateSettings
 
     found = read_report(folder / "report.json")
     if hardware:
@@ -666,7 +673,8 @@ def generate(
     """
     from foredraft.core.law import SamplingLaw
     from foredraft.generation import Asked, answer, answer_file, as_prompt
-    from foredraft.recipe import DecodeSettings, PromptSource, settings_from
+    from foredraft.recipe import settings_from
+    from foredraft.settings import DecodeSettings, PromptSource
     from foredraft.trace.prompts import read_prompts
     from foredraft.verbs import load_drafter
 

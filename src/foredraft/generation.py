@@ -23,7 +23,7 @@ from foredraft.decoding.length import Fallback, FixedLength, LengthPolicy, Margi
 from foredraft.decoding.rules import Rule, verify_block, verify_chain
 from foredraft.decoding.speculative import Decoded, Limits, decode
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import DecodeSettings
+from foredraft.settings import DecodeSettings
 from foredraft.trace.prompts import NO_DOMAIN, Prompt, render
 
 _RULES: dict[str, Rule] = {"chain": verify_chain, "block": verify_block}

@@ -21,8 +21,10 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Prefixed, Progress
 from foredraft.core.protocols import Drafter
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.recipe import EvaluateSettings, Recipe, Step, TraceSettings, parse_recipe
+from foredraft.recipe import Recipe, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
+from foredraft.settings import EvaluateSettings, TraceSettings
+from foredraft.steps import Step
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, prompts_digest, read_prompts
 from foredraft.trace.split import Split, split_sources

@@ -29,8 +29,8 @@ from foredraft.core.protocols import EXACT, Drafter, LawGiver, Speaker, StatesVa
 from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import EvaluateSettings, SelectSettings
 from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
+from foredraft.settings import EvaluateSettings, SelectSettings
 from foredraft.trace.store import Trace, require_same
 from foredraft.workspace import Workspace
 

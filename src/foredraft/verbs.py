@@ -32,17 +32,8 @@ from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import (
-    DistillStep,
-    HeadStep,
-    InitStep,
-    LawStep,
-    NgramStep,
-    PruneStep,
-    QuantizeStep,
-    Settings,
-    Step,
-)
+from foredraft.settings import Settings
+from foredraft.steps import DistillStep, HeadStep, InitStep, LawStep, NgramStep, PruneStep, QuantizeStep, Step
 from foredraft.trace.store import Trace
 
 _log = logging.getLogger(__name__)

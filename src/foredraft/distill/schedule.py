@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from foredraft.distill.losses import Loss, takes_temperature, weighted_loss
-from foredraft.recipe import DistillStep
+from foredraft.steps import DistillStep
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from foredraft.distill.student import Student
 from foredraft.models.draft import Draft
 from foredraft.models.loading import model_fingerprint
 from foredraft.models.target import LocalTarget
-from foredraft.recipe import DistillStep
+from foredraft.steps import DistillStep
 from foredraft.trace.store import Trace, require_same
 
 _log = logging.getLogger(__name__)

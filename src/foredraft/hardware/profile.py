@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from foredraft.catalog import unknown_name_message
 from foredraft.core.errors import UnknownNameError
 from foredraft.core.roofline import Machine
-from foredraft.recipe import Settings, read_settings, write_settings
+from foredraft.recipe import read_settings, write_settings
+from foredraft.settings import Settings
 
 
 class HardwareProfile(Settings):

@@ -38,7 +38,7 @@ from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
 from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.models.quantized import missing_package
-from foredraft.recipe import QUICKSTART_TARGET
+from foredraft.settings import QUICKSTART_TARGET
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from foredraft.ngram.container import open_container, write_container
 from foredraft.ngram.corpus import joined
 from foredraft.ngram.counts import NAMES, ROOT_NODE, NgramCounts, child_of, count_ngrams, merged, read_counts
 from foredraft.ngram.jit import jit
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 
 KIND = "ngram-law"
 FILE = "counts.ngram"

@@ -19,7 +19,7 @@ from foredraft.ngram.container import Container, open_container, write_container
 from foredraft.ngram.corpus import Bounds, Tokens, joined
 from foredraft.ngram.jit import jit, pair_hash, signed
 from foredraft.ngram.suffix import SuffixDrafter
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 
 KIND = "lookup-table"
 FILE = "table.ngram"

@@ -20,7 +20,7 @@ from foredraft.ngram.automaton import Automaton
 from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
 from foredraft.ngram.jit import jit
 from foredraft.ngram.votes import vote_chain, vote_tree
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 
 KIND = "suffix"
 CONTEXT_KIND = "suffix-automaton"

@@ -18,7 +18,7 @@ from foredraft.ngram.container import open_container, write_container
 from foredraft.ngram.corpus import joined
 from foredraft.ngram.counts import NAMES, ROOT_NODE, NgramCounts, count_ngrams, longest_context, read_counts
 from foredraft.ngram.jit import jit
-from foredraft.recipe import NgramStep
+from foredraft.steps import NgramStep
 
 KIND = "ngram"
 FILE = "counts.ngram"

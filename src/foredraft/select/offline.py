@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from foredraft.acceptance.wording import Figure, interval, percent, size, times
 from foredraft.core.errors import UserError
-from foredraft.recipe import SelectSettings
+from foredraft.settings import SelectSettings
 
 NO_SPECULATION = "no speculation"
 

@@ -14,7 +14,7 @@ from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress, Task
 from foredraft.core.protocols import Continuation, Speaker, Target
-from foredraft.recipe import TraceSettings
+from foredraft.settings import TraceSettings
 from foredraft.trace.prompts import Prompt, ignores_settings, prompts_digest, render
 from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import Trace, TraceInfo, TraceWriter

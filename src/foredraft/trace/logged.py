@@ -14,7 +14,7 @@ from foredraft.core.errors import PromptError, TraceError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Reading, ReadingTarget, Target
-from foredraft.recipe import TraceSettings
+from foredraft.settings import TraceSettings
 from foredraft.trace.collect import info_of
 from foredraft.trace.prompts import Prompt, content_digest, file_bytes, jsonl_rows, parse_prompt, render
 from foredraft.trace.rows import TraceRow

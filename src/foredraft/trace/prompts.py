@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import PromptError
-from foredraft.recipe import SHIPPED_PROMPTS, PromptSource
+from foredraft.settings import SHIPPED_PROMPTS, PromptSource
 from foredraft.trace.adapters import adapted, unpacked
 
 NO_DOMAIN = "unlabelled"

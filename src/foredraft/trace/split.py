@@ -8,7 +8,7 @@ from math import ceil, inf
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import PromptError
-from foredraft.recipe import PromptSource
+from foredraft.settings import PromptSource
 from foredraft.trace.near import near_duplicates
 from foredraft.trace.prompts import Prompt, read_prompts
 
