@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from foredraft.core.errors import CheckpointError, ModelError, NonFiniteError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.distill import student as student_module
+from foredraft.distill import train
 from foredraft.distill.data import event_law, read_groups, rows_of_tokens
 from foredraft.distill.init import init_from_target
 from foredraft.distill.losses import forward_kl
@@ -165,16 +166,17 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
-from foredraft.distill.train import distill
+from foredraft.distill import train as training
 from foredraft.steps import DistillStep
 from foredraft.trace.store import open_trace
 from tests.distilling import tiny_target
 from tests.test_distill_train import RESUMED, _first_layers
 
+training._POSITIONS_BETWEEN_POINTS = 1600
 folder = Path(sys.argv[1])
 
 def train(work, out):
-    result = distill(_first_layers(), [open_trace(Path(sys.argv[2]))], DistillStep(**RESUMED), tiny_target(), work)
+    result = training.distill(_first_layers(), [open_trace(Path(sys.argv[2]))], DistillStep(**RESUMED), tiny_target(), work)
     save_file({name: value.clone() for name, value in result.draft.model.state_dict().items()}, out)
 
 def points_written():
@@ -261,6 +263,7 @@ def test_weights_that_turn_nan_are_rolled_back_and_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(train, "_POSITIONS_BETWEEN_POINTS", 1600)
     monkeypatch.setattr(Student, "backward", _poisoned(13, _poison_weights))
     with caplog.at_level(logging.WARNING):
         result = _trained(traces, tmp_path / "work")
@@ -335,8 +338,8 @@ def test_the_schedule_warms_up_falls_to_zero_and_lets_matching_fade() -> None:
     assert all(left > right for left, right in pairwise(rates[10:]))
     assert 0.0 < rates[-1] < 1e-3
     assert schedule.matching(0.0) == 2.0
-    assert schedule.matching(0.25) == pytest.approx(1.0)
-    assert schedule.matching(0.5) == schedule.matching(0.9) == 0.0
+    assert schedule.matching(0.125) == pytest.approx(1.0)
+    assert schedule.matching(0.25) == schedule.matching(0.9) == 0.0
     assert schedule.loss(0.74) is schedule.main
     assert schedule.loss(0.75) is schedule.finish
 

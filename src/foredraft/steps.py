@@ -24,7 +24,7 @@ class DistillStep(Settings):
     temperature: float = Field(1.0, gt=0.0, description="Softens both laws in forward_kl; scaled by its square.")
     layer_matching: float = Field(0.0, ge=0.0, description="Weight of hidden-state matching, decayed to zero.")
     tokens: int = Field(100_000, ge=1, description="Answer positions trained on, repeats included.")
-    batch_tokens: int = Field(2048, ge=1, description="Answer positions in one optimizer step, about.")
+    batch_tokens: int = Field(256, ge=1, description="Answer positions in one optimizer step, about.")
     learning_rate: float = Field(6e-4, gt=0.0)
     warmup: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the steps in which the rate rises.")
     weight_decay: float = Field(0.0, ge=0.0)

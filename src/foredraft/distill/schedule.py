@@ -9,7 +9,7 @@ from foredraft.steps import DistillStep
 
 _log = logging.getLogger(__name__)
 
-_MATCHING_SHARE = 0.5
+_MATCHING_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _BETAS = (0.9, 0.95)
 _STATE = ("step", "exp_avg", "exp_avg_sq")
-_STEPS_BETWEEN_POINTS = 8
+_POSITIONS_BETWEEN_POINTS = 4096
 _MOST_ROLLBACKS = 10
 
 
@@ -146,15 +146,15 @@ class _Training:
         with progress.task("distilling", float(self._plan[-1].end), "positions", float(done)) as task:
             for step in range(first, len(self._plan)):
                 self._step(step, seconds - started)
-                task.advance(float(self._plan[step].end - done))
+                end, last = self._plan[step].end, step + 1 == len(self._plan)
+                task.advance(float(end - done))
                 task.note(self._note())
-                done = self._plan[step].end
-                last = step + 1 == len(self._plan)
-                if last or (step + 1) % _STEPS_BETWEEN_POINTS == 0:
+                if last or end // _POSITIONS_BETWEEN_POINTS > done // _POSITIONS_BETWEEN_POINTS:
                     self._good = self._point(step + 1)
                     if last or time.perf_counter() - saved >= self._schedule.settings.checkpoint_every:
                         save(self._good)
                         saved = time.perf_counter()
+                done = end
         if not self._curve:
             raise self._hopeless()
         return self._good
