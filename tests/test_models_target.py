@@ -102,6 +102,15 @@ def test_padding_rows_are_never_emitted(target: LocalTarget, prompts: list[Tenso
         assert int(answer.top_ids.max()) < NUM_TOKENS
 
 
+def test_keeping_no_alternatives_changes_no_answer(target: LocalTarget, prompts: list[Tensor]) -> None:
+    some, none = (_write(target, prompts, SamplingLaw(), top=top) for top in (8, 0))
+    for with_tops, without in zip(some, none, strict=True):
+        assert torch.equal(with_tops.token_ids, without.token_ids)
+        assert torch.equal(with_tops.logprobs, without.logprobs)
+        assert without.top_ids.shape == (len(without.token_ids), 0)
+        assert (without.tail_mass == 1.0).all()
+
+
 def test_samples_follow_the_law(target: LocalTarget, prompts: list[Tensor]) -> None:
     draws = 600
     answers = target.write([prompts[0]] * draws, TRUNCATED, 1, 8, list(range(draws)), lambda count: None)

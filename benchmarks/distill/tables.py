@@ -32,8 +32,8 @@ def _machine(report: dict[str, Any]) -> str:
     collecting = sum(value for name, value in seconds.items() if name.startswith("collect train"))
     scored = report["laws"][0]["drafters"][0]
     return (
-        f"{report['machine']}; target {report['target']}; {scored['prompts']} held-out prompts; collecting the training "
-        f"answers took {collecting / 60:.1f} min.\n"
+        f"{report['machine']}; target {report['target']}; {scored['prompts']} held-out prompts; collecting "
+        f"the training answers took {collecting / 60:.1f} min.\n"
     )
 
 
@@ -81,7 +81,11 @@ def _minutes(report: dict[str, Any]) -> dict[str, float]:
 
 def _curves(report: dict[str, Any], points: int = 12) -> Iterator[str]:
     for name, curve in report["curves"].items():
-        yield f"\n{name}\n\n| minutes | positions | loss | acceptance on the step's text | tokens per call, validation |\n" + "|---" * 5 + "|"
+        yield (
+            f"\n{name}\n\n| minutes | positions | loss | acceptance on the step's text | tokens per call, held out |\n"
+            + "|---" * 5
+            + "|"
+        )
         validated = [point for point in curve if point.get("tokens_per_call")] or curve
         for point in validated[:: max(1, len(validated) // points)]:
             shown = f"{point['tokens_per_call']:.3f}" if point.get("tokens_per_call") else ""

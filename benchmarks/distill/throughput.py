@@ -2,10 +2,10 @@
 
     python benchmarks/distill/throughput.py --target MODEL --trace TRACE --trl-python VENV/bin/python --out table.md
 
-Both teach the first layers of the target, with its full head, KL(target || draft) on the same answers at temperature 1,
-AdamW, float32. trl runs the target in every step (lmbda 0: the answers as they are). foredraft does so with
-`laws: live`; with `laws: cached`, its default, the step reads what the trace holds of the laws. Each run is a process of
-its own, engines in turn; seconds are those between the ends of the first and the last step, memory is the largest
+Both teach the first layers of the target, with its full head, KL(target || draft) on the same answers at temperature
+1, AdamW, float32. trl runs the target in every step (lmbda 0: the answers as they are). foredraft does so with
+`laws: live`; with `laws: cached`, its default, the step reads what the trace holds of the laws. Each run is a process
+of its own, engines in turn; seconds are those between the ends of the first and the last step, memory is the largest
 resident set above what the process held with both models loaded, before the first step.
 """
 
@@ -142,7 +142,10 @@ def _padded(rows: list[TraceRow]) -> dict[str, torch.Tensor]:
         batch["attention_mask"][index, :end] = 1
         batch["labels"][index, start:end] = row.answer_ids
     width = max(len(row.prompt_ids) for row in rows)
-    return batch | {"prompts": batch["input_ids"][:, :width], "prompt_attention_mask": batch["attention_mask"][:, :width]}
+    return batch | {
+        "prompts": batch["input_ids"][:, :width],
+        "prompt_attention_mask": batch["attention_mask"][:, :width],
+    }
 
 
 def _rows(options: argparse.Namespace) -> list[TraceRow]:
@@ -186,11 +189,13 @@ def _table(options: argparse.Namespace, runs: dict[str, list[dict[str, float]]])
     ]
     for side in SIDES:
         rates = [run["positions_per_second"] for run in runs[side]]
-        ratios = [run["positions_per_second"] / other["positions_per_second"] for run, other in zip(runs[side], base, strict=True)]
+        ratios = [
+            run["positions_per_second"] / other["positions_per_second"]
+            for run, other in zip(runs[side], base, strict=True)
+        ]
         memory, other = (statistics.median(run["step_bytes"] for run in some) for some in (runs[side], base))
-        lines.append(
-            f"| {side} | {_spread(rates, '.0f')} | {_spread(ratios, '.2f')} | {memory / 1e6:.0f} | {memory / other:.2f} |"
-        )
+        figures = (side, _spread(rates, ".0f"), _spread(ratios, ".2f"), f"{memory / 1e6:.0f}", f"{memory / other:.2f}")
+        lines.append(f"| {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +19,9 @@ from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Prefixed, Progress
-from foredraft.core.protocols import Drafter
+from foredraft.core.protocols import Drafter, Target
+from foredraft.models.remote.target import connect
+from foredraft.models.remote.twin import ServedTwin
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.recipe import Recipe, parse_recipe
 from foredraft.scoring import Contender, choose_from, evaluate
@@ -111,7 +113,8 @@ def evaluate_drafters(
         if isinstance(target, Absent):
             raise UserError("Prompts need a target that answers them: name it (--target), or give traces (--trace).")
         prompts = _to_score(text)
-        text = [_collected(workspace, target, text, "eval", prompts, law.law(), progress) for law in text.laws]
+        writer = _writer(target, text)
+        text = [_collected(workspace, target, writer, text, "eval", prompts, law.law(), progress) for law in text.laws]
     report = evaluate(target, contenders, text, settings, workspace, progress)
     if server is not None:
         report["server"] = beside(server, report)
@@ -132,6 +135,7 @@ class _Run:
         self.target = target
         self.progress = progress
         self.trust_remote_code = trust_remote_code
+        self._writer = _writer(target, recipe.trace)
         self._made: dict[str, Made] = {}
         self._stage_number = 0
 
@@ -159,10 +163,8 @@ class _Run:
 
     def _traces(self, part: str, prompts: Sequence[Prompt]) -> list[Trace]:
         settings, laws = self.recipe.trace, [law.law() for law in self.recipe.trace.laws]
-        return [
-            _collected(self.workspace, self.target, settings, part, prompts, law, self._numbered(f"{part} prompts:"))
-            for law in (laws if prompts else [])
-        ]
+        collected = partial(_collected, self.workspace, self.target, self._writer, settings, part, prompts)
+        return [collected(law, self._numbered(f"{part} prompts:")) for law in (laws if prompts else [])]
 
     def _numbered(self, what: str) -> Progress:
         """Return the progress of the next stage, which says how many there are."""
@@ -263,6 +265,7 @@ class _Run:
 def _collected(
     workspace: Workspace,
     target: LocalTarget,
+    writer: Callable[[], Target],
     settings: TraceSettings,
     part: str,
     prompts: Sequence[Prompt],
@@ -270,16 +273,30 @@ def _collected(
     progress: Progress,
 ) -> Trace:
     numbers = settings.model_dump(include={"max_new_tokens", "top", "batch_size", "seed"})
-    key = digest_of([target.fingerprint, target.tokenizer_fingerprint, prompts_digest(prompts), str(law), numbers])
+    inputs = [target.fingerprint, target.tokenizer_fingerprint, prompts_digest(prompts), str(law), numbers]
+    key = digest_of([*inputs, "served"] if settings.server else inputs)
     path = workspace.root / "traces" / f"{part}-{str(law).replace(' ', '-').replace('=', '')}-{key[:8]}"
     workspace.stage(
         f"collect {part} {law}",
         key,
         path,
-        lambda out: collect(target, prompts, settings, law, out, progress),
+        lambda out: collect(writer(), prompts, settings, law, out, progress),
         lambda out: out.exists() and open_trace(out).info.complete,
     )
     return open_trace(path)
+
+
+def _writer(target: LocalTarget, settings: TraceSettings) -> Callable[[], Target]:
+    """Return what connects, when it is first asked, to whoever writes the target's answers."""
+
+    @cache
+    def writer() -> Target:
+        if settings.server is None:
+            return target
+        where = settings.server
+        return ServedTwin.of(target, connect(where.url, str(target.path), where.model, where.in_flight))
+
+    return writer
 
 
 def _itself(drafter: Drafter) -> Drafter:

@@ -72,6 +72,14 @@ class PromptSource(Settings):
         return self
 
 
+class ServerSettings(Settings):
+    """A server that serves the target's own weights and writes the answers, instead of this process."""
+
+    url: str = Field(description="Address of an OpenAI-compatible server that gives log-probabilities.")
+    model: str = Field("", description="Name of the target there; needed where it serves several.")
+    in_flight: int = Field(32, ge=1, description="Requests at the same time.")
+
+
 class TraceSettings(Settings):
     """Collecting the target's answers."""
 
@@ -81,6 +89,9 @@ class TraceSettings(Settings):
     top: int = Field(64, ge=0, description="Most probable tokens kept for each position; 0 keeps none.")
     batch_size: int = Field(48, ge=1, description="Answers written at once; also the rows of a shard.")
     seed: int = 0
+    server: ServerSettings | None = Field(
+        None, description="Who writes the answers; none: this process. vLLM needs --max-logprobs of at least `top`."
+    )
 
 
 class DecodeSettings(Settings):

@@ -167,14 +167,15 @@ class LocalTarget:
         for step in range(max_new_tokens):
             logits = self._head.logits(hidden)
             logprobs = law_logprobs(logits, stored)
-            best = logprobs.topk(record.top, dim=-1)
+            best = logprobs.topk(max(record.top, 1), dim=-1)
             _refuse_non_finite(best.values[:, 0], batch, step, first)
             if law.is_greedy:
                 token_ids, emitted = logits.argmax(-1), torch.zeros(len(batch.live))
             else:
                 token_ids = sample_indices(logprobs.exp(), uniforms[batch.live, step])
                 emitted = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
-            record.keep(batch.live, step, token_ids, emitted, best.indices, best.values)
+            kept = (best.indices[:, : record.top], best.values[:, : record.top])
+            record.keep(batch.live, step, token_ids, emitted, *kept)
             on_tokens(len(batch.live))
             token_ids = batch.drop(torch.isin(token_ids, stops), token_ids)
             if not batch.live or step == max_new_tokens - 1:
