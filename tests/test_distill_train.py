@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 from foredraft.core.errors import CheckpointError, ModelError, NonFiniteError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
-from foredraft.distill import student as student_module
 from foredraft.distill import train
 from foredraft.distill.data import event_law, read_groups, rows_of_tokens
 from foredraft.distill.init import init_from_target
@@ -112,15 +111,12 @@ def test_the_draft_comes_back_in_the_dtype_it_came_in(traces: list[Trace], tmp_p
     assert torch.equal(result.draft.model.get_input_embeddings().weight, draft.model.get_input_embeddings().weight)
 
 
-def test_gradients_of_a_step_do_not_depend_on_how_it_is_packed(
-    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_a_step_do_not_depend_on_how_it_is_packed(traces: list[Trace]) -> None:
     schedule = Schedule.of(DistillStep())
     groups = read_groups(traces)[:10]
     results = []
     for size in (1, 100, 10_000):
-        monkeypatch.setattr(student_module, "_PACK_TOKENS", size)
-        student = Student.of(_first_layers())
+        student = Student.of(_first_layers(), DistillStep(pack_tokens=size))
         figures = student.backward(groups, schedule.loss(0.0), None, 0.0)
         results.append((figures, {name: weight.grad for name, weight in student.weights.items()}))
     for figures, gradients in results[1:]:
