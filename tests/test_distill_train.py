@@ -30,7 +30,8 @@ from foredraft.trace.store import Trace
 from tests.distilling import held_out_acceptance, tiny_target, written_trace
 from tests.tiny import tiny_model
 
-SHORT = {"tokens": 4000, "batch_tokens": 200, "learning_rate": 1e-2}
+# Held-out prompts have their own tests: tests/test_distill_validation.py.
+SHORT = {"tokens": 4000, "batch_tokens": 200, "learning_rate": 1e-2, "validation": {"prompts": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,14 @@ while True:
     kills += 1
 print("kills", kills)
 """
-RESUMED = {**SHORT, "tokens": 4800, "checkpoint_every": 1e-9, "layer_matching": 0.1, "finish": "lk_hybrid"}
+RESUMED = {
+    **SHORT,
+    "tokens": 4800,
+    "checkpoint_every": 1e-9,
+    "layer_matching": 0.1,
+    "finish": "lk_hybrid",
+    "validation": {"every": 800},
+}
 
 
 def test_a_training_killed_again_and_again_ends_with_the_same_bytes(traces: list[Trace], tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ class InitStep(Settings):
 class ValidationSettings(Settings):
     """Replaying a draft in training on held-out prompts of its traces, to keep the best weights."""
 
-    prompts: int = Field(16, ge=0, description="Training prompts held out, at most a tenth of them; 0: none, no replay.")
+    prompts: int = Field(
+        16, ge=0, description="Training prompts held out, at most a tenth of them, none of fewer than 40; 0: no replay."
+    )
     every: int = Field(
         0, ge=0, description="Positions trained on between replays; 0: a few percent of the time, 20 replays at most."
     )

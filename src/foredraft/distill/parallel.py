@@ -115,11 +115,14 @@ def like(stored: Tensor, weight: Float[Tensor, "..."]) -> Tensor:
 def _shard(model: PreTrainedModel, outside: set[nn.Parameter], processes: Processes) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
     mesh = init_device_mesh(model.device.type, (processes.count,))
     for layer in layer_stack(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model.base_model, mesh=mesh, ignored_params=outside)
+    # transformers finds what a body can return by the name of its class, and sharding gives it another class.
+    _CAN_RECORD_REGISTRY[model.base_model] = model.base_model._can_record_outputs
 
 
 def _shares(groups: Sequence[Group], count: int) -> list[list[Group]]:

@@ -18,6 +18,8 @@ from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import Trace
 
 _LARGEST_SHARE = 0.1
+# Fewer say next to nothing: the last weights are as good a choice.
+_FEWEST_PROMPTS = 4
 _MOST_REPLAYS = 20
 # A replayed position costs about a third of a trained one: a tenth as many are about 3 % of the time.
 _POSITIONS_FOR_EACH_REPLAYED = 10
@@ -96,9 +98,11 @@ class Validation:
 def hold_out(groups: Sequence[Group], prompts: int, seed: int) -> tuple[list[Group], list[Group]]:
     """Return the groups to learn from and those held out: `prompts` of them, at most a tenth, balanced over domains.
 
-    Which ones depends on their prompts' ids and the seed, not on their order.
+    Which ones depends on their prompts' ids and the seed, not on their order. None where a tenth is fewer than 4.
     """
     count = min(prompts, int(_LARGEST_SHARE * len(groups)))
+    if len(groups) < _FEWEST_PROMPTS / _LARGEST_SHARE:
+        count = 0
     turns: Counter[str] = Counter()
     order = []
     for index, group in sorted(enumerate(groups), key=lambda one: digest_of([seed, one[1][0].row.prompt_id])):
