@@ -30,12 +30,13 @@ RECIPE = """
 target: {{model: {target}, dtype: float32}}
 trace:
   prompts: [{{file: {prompts}, train: 40, eval: 4}}]
+  laws: [{{temperature: 1}}]
   max_new_tokens: 12
-  batch_size: 20
+  batch_size: 40
 candidates:
   prefix:
     - init: {{layers: first-2, vocab: 128}}
-    - distill: {{tokens: 2000, batch_tokens: 200, finish: lk_hybrid, layer_matching: 0.1, validation: {{every: 600}}}}
+    - distill: {{tokens: 1000, batch_tokens: 100, finish: lk_hybrid, layer_matching: 0.1, validation: {{every: 300}}}}
 evaluate: {{num_draft_tokens: 1..2, audit_prompts: 0, cost_repeats: 3}}
 select: {{memory_fraction: 2.0}}
 """
@@ -81,7 +82,9 @@ def test_two_processes_give_the_curve_and_the_draft_of_one(
     for point, expected in zip(curve, reference, strict=True):
         for name in ("positions", "loss", "acceptance", "learning_rate"):
             assert point[name] == pytest.approx(expected[name], rel=1e-4)
-        assert point.get("mean_tokens_per_call") == pytest.approx(expected.get("mean_tokens_per_call"), rel=1e-2)
+        assert point.get("mean_tokens_per_call", 0.0) == pytest.approx(
+            expected.get("mean_tokens_per_call", 0.0), rel=1e-2
+        )
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (made, _draft(alone)))
     state = theirs.state_dict()
     for name, weight in ours.state_dict().items():
@@ -100,9 +103,9 @@ def _train_half(recipe: Path, out: Path, made: Path, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return backward(self, *arguments)
 
-    monkeypatch.setattr(train, "_POSITIONS_BETWEEN_POINTS", 600)
+    monkeypatch.setattr(train, "_POSITIONS_BETWEEN_POINTS", 300)
     monkeypatch.setattr(Student, "backward", dies)
-    traces = [open_trace(next((out / "traces").glob(f"train-{law}-*"))) for law in ("T0", "T1")]
+    traces = [open_trace(next((out / "traces").glob("train-*")))]
     draft = load_draft(next(made.parent.glob("init-*")), "float32")
     points = made.with_name(f".{made.name}.training")
     often = step.model_copy(update={"checkpoint_every": 1e-9})

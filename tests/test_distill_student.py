@@ -113,7 +113,9 @@ def test_low_rank_updates_start_at_zero_and_depend_on_the_seed_alone() -> None:
 
 
 def test_unknown_matrices_for_low_rank_updates_are_named() -> None:
-    with pytest.raises(RecipeError, match=r"lora.modules: qkv is no matrix of LlamaForCausalLM, which has down_proj, .*"):
+    with pytest.raises(
+        RecipeError, match=r"lora.modules: qkv is no matrix of LlamaForCausalLM, which has down_proj, .*"
+    ):
         Student.of(_draft(), DistillStep(lora={"rank": 2, "modules": ["qkv", "q_proj"]}))
     student = Student.of(_draft(), DistillStep(lora={"rank": 2, "modules": ["q_proj"]}))
     assert all("q_proj" in name for name in student.weights)
@@ -156,9 +158,7 @@ def test_a_head_that_learns_has_the_losses_of_one_that_does_not(groups: list[Gro
         torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-6)
 
 
-def test_training_all_moves_embeddings_of_the_draft_and_not_of_the_target(
-    traces: list[Trace], tmp_path: Path
-) -> None:
+def test_training_all_moves_embeddings_of_the_draft_and_not_of_the_target(traces: list[Trace], tmp_path: Path) -> None:
     target = tiny_model()
     draft = init_from_target(target, [0])
     before = target.get_input_embeddings().weight.detach().clone()

@@ -93,7 +93,7 @@ def test_the_draft_is_the_one_with_the_most_tokens_per_call(
     with caplog.at_level(logging.INFO):
         result = _trained(traces, tmp_path / "work", learning_rate=0.3, validation={"every": 600, "patience": 0})
     seen = result.validations
-    assert [one.step for one in seen][0] == 0
+    assert seen[0].step == 0
     assert [one.positions for one in seen] == [0, 600, 1200, 1800, 2400, 3000]
     assert seen[-1].mean_tokens_per_call < best_of(seen).mean_tokens_per_call
     validation = Validation(traces, hold_out(read_groups(traces), 16, 0)[1], ValidationSettings(), 3000)
@@ -151,6 +151,4 @@ def test_the_note_shows_speed_loss_acceptance_and_tokens_per_call(traces: list[T
             result.append(text)
 
     distill(_draft(), traces, DistillStep(tokens=400), tiny_target(), tmp_path / "work", Spy())
-    assert all(
-        word in result[-1] for word in ("positions/s", "loss 0.", "acceptance 0.", "tokens per call")
-    )
+    assert all(word in result[-1] for word in ("positions/s", "loss 0.", "acceptance 0.", "tokens per call"))

@@ -58,14 +58,18 @@ class DistillStep(Settings):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What matrix products are computed in; weights, losses and steps stay float32."
     )
-    pack_tokens: int = Field(1024, ge=1, description="Tokens read at once, about; a step takes as many passes as needed.")
+    pack_tokens: int = Field(
+        1024, ge=1, description="Tokens read at once, about; a step takes as many passes as needed."
+    )
     gradient_checkpointing: bool = Field(False, description="Compute layers twice to hold less memory.")
     validation: ValidationSettings = ValidationSettings()
     divergence: float = Field(
         3.0, ge=0.0, description="A loss above this many times its running minimum is taken back; 0 never."
     )
     divergence_steps: int = Field(20, ge=1, description="Steps for which it must be, and over which it is averaged.")
-    track: str = Field("", description="Where figures are sent too: tensorboard, wandb, trackio, or another of accelerate's.")
+    track: str = Field(
+        "", description="Where figures are sent too: tensorboard, wandb, trackio, or another of accelerate's."
+    )
     checkpoint_every: float = Field(20.0, gt=0.0, description="Seconds between points a killed run resumes from.")
     seed: int = 0
 

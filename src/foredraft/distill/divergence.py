@@ -26,7 +26,7 @@ class DivergenceWatch:
 
     def has_diverged(self, loss: float) -> bool:
         """Take the next loss in; return whether that many in a row were too high."""
-        self._above = self._above + 1 if 0 < self._factor and loss > self._factor * self._lowest else 0
+        self._above = self._above + 1 if self._factor > 0 and loss > self._factor * self._lowest else 0
         self._recent.append(loss)
         if len(self._recent) == self._steps:
             self._lowest = min(self._lowest, sum(self._recent) / self._steps)

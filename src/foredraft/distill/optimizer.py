@@ -72,7 +72,9 @@ def clip_gradients(weights: Iterable[Float[Tensor, "..."]], most: float) -> floa
     """Scale all gradients so that their common norm is at most `most`; return the norm that they had."""
     weights = list(weights)
     # Gradients that are spread over processes and those that are not cannot be summed in one call.
-    kinds = [[w for w in weights if isinstance(w, DTensor) is spread and w.grad is not None] for spread in (True, False)]
+    kinds = [
+        [w for w in weights if isinstance(w, DTensor) is spread and w.grad is not None] for spread in (True, False)
+    ]
     norm = math.hypot(*(float(whole(get_total_norm([w.grad for w in kind]))) for kind in kinds if kind))
     for kind in filter(None, kinds):
         clip_grads_with_norm_(kind, most, torch.tensor(norm))

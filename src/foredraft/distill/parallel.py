@@ -82,9 +82,7 @@ class Spread:
         passes = max(map(len, shares))
         mine = shares[self.processes.rank]
         idle = [[min(groups, key=num_positions)]] * (passes - len(mine))
-        return [
-            Part(some, number < len(mine), number + 1 == passes) for number, some in enumerate([*mine, *idle])
-        ]
+        return [Part(some, number < len(mine), number + 1 == passes) for number, some in enumerate([*mine, *idle])]
 
     def during(self, part: Part) -> AbstractContextManager[None]:
         """Return the context of one pass and its gradient: what is summed is summed once, behind the last pass."""

@@ -139,9 +139,7 @@ class Student:
         """Add the gradient of the sum of losses over `positions`; return the sums of losses and acceptance."""
         packed = pack(groups, self._row_of_token).to(self.model.device)
         with self.precision():
-            output = run_body(
-                self.model, packed, body=self._spread.body, output_hidden_states=matching is not None
-            )
+            output = run_body(self.model, packed, body=self._spread.body, output_hidden_states=matching is not None)
         hidden = output.last_hidden_state[0, packed.read].float() / packed.temperatures[:, None]
         if self._head.requires_grad:
             result = learned_head_losses(hidden, self._head, packed.law, loss, positions)
@@ -220,7 +218,8 @@ def _refuse_other_heads(model: PreTrainedModel, draft: Draft) -> None:
 
 
 def _compute_layers_twice(model: PreTrainedModel) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # Embeddings that do not learn would ask for a gradient.
     for layer in layer_stack(model):
         # Layers ask for this before they checkpoint; what is inside them stays in evaluation mode, without dropout.
         layer.training = True

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
+import torch
+
 from foredraft.catalog import unknown_name_message
 from foredraft.core.errors import MissingExtraError, UnknownNameError
 from foredraft.core.processes import processes
@@ -32,10 +34,14 @@ def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracke
         UnknownNameError: accelerate knows no such tracker.
         MissingExtraError: its package is not installed.
     """
-    if not name or not processes().is_main:
+    if not name:
         return _Nowhere()
+    from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
 
+    PartialState(cpu=not torch.cuda.is_available())  # Trackers ask it who the main process is.
+    if not processes().is_main:
+        return _Nowhere()
     known = sorted(map(str, LOGGER_TYPE_TO_CLASS))
     if name not in known:
         raise UnknownNameError(unknown_name_message("tracker", name, known))

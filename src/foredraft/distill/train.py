@@ -176,7 +176,10 @@ class _Training:
         self._take_up(start)
         first = start.step
         done = self._end_of(first)
-        self._clock, saved = time.perf_counter() - (start.curve[-1].seconds if start.curve else 0.0), time.perf_counter()
+        self._clock, saved = (
+            time.perf_counter() - (start.curve[-1].seconds if start.curve else 0.0),
+            time.perf_counter(),
+        )
         with progress.task("distilling", float(self._plan[-1].end), "positions", float(done)) as task:
             if self._validation.is_on and not self._validations:
                 self._validate(0)
@@ -250,10 +253,11 @@ class _Training:
         self._watch.look_again()
 
     def _hopeless(self) -> NonFiniteError:
+        last = self._rollbacks[-1]
+        what = "no finite loss" if last.reason == "not finite" else "a loss that is too high"
         return NonFiniteError(
-            f"Training gave no finite loss in {len(self._rollbacks)} steps, the last one step "
-            f"{self._rollbacks[-1].step}, although the learning rate was halved each time from "
-            f"{self._schedule.settings.learning_rate:g}. Lower learning_rate, or collect the trace again."
+            f"Training gave {what} in {len(self._rollbacks)} steps, the last one step {last.step}, although the "
+            f"learning rate was halved each time from {self._schedule.settings.learning_rate:g}. Lower learning_rate, or collect the trace again."
         )
 
     def _say_what_is_kept(self) -> None:
