@@ -80,7 +80,7 @@ def test_two_processes_give_the_curve_and_the_draft_of_one(
     curve, reference = _curve(made), _curve(_draft(alone))
     assert len(curve) == len(reference) >= 10
     for point, expected in zip(curve, reference, strict=True):
-        for name in ("positions", "loss", "acceptance", "learning_rate"):
+        for name in ("positions", "loss", "acceptance", "learning_rate", "gradient_norm"):
             assert point[name] == pytest.approx(expected[name], rel=1e-4)
         assert point.get("mean_tokens_per_call", 0.0) == pytest.approx(
             expected.get("mean_tokens_per_call", 0.0), rel=1e-2

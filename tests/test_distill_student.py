@@ -66,8 +66,8 @@ def test_checkpointing_computes_every_layer_twice(groups: list[Group]) -> None:
     step = DistillStep(gradient_checkpointing=True)
     calls = []
     student = Student.of(_draft(), step)
-    mlp = student.model.model.layers[0].mlp
-    mlp.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    attention = student.model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     student.backward(groups, Schedule.of(step).loss(0.0), None, 0.0)
     assert calls.count(True) == 2 * calls.count(False)
 

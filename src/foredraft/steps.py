@@ -32,7 +32,7 @@ class LoraSettings(Settings):
     """Training low-rank updates of a draft's matrices instead of the matrices; merged when the draft is saved."""
 
     rank: int = Field(0, ge=0, description="0 trains the matrices themselves.")
-    alpha: float = Field(0.0, ge=0.0, description="The update counts alpha/rank times; 0 is twice the rank.")
+    alpha: int = Field(0, ge=0, description="The update counts alpha/rank times; 0 is twice the rank.")
     modules: list[str] = Field([], description="Names such as q_proj, down_proj; empty takes every matrix of the body.")
 
 

@@ -17,7 +17,9 @@ class DivergenceWatch:
         """Watch; a factor of 0 never sees anything."""
         self._factor = factor
         self._steps = steps
-        self.start_over()
+        self._recent: deque[float] = deque(maxlen=steps)
+        self._above = 0
+        self._lowest = math.inf
 
     @property
     def is_suspicious(self) -> bool:
@@ -39,5 +41,5 @@ class DivergenceWatch:
 
     def start_over(self) -> None:
         """Forget everything, since another loss is made small from here on."""
-        self._recent: deque[float] = deque(maxlen=self._steps)
-        self._above, self._lowest = 0, math.inf
+        self.look_again()
+        self._lowest = math.inf

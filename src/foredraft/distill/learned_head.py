@@ -17,7 +17,7 @@ def learned_head_losses(
     positions: float,
     chunk: int = 256,
 ) -> LossGradient:
-    """Return what losses.loss_gradient returns, and add the gradient of the losses' sum over `positions` to `head.grad`.
+    """Return what losses.loss_gradient returns; add the gradient of the sum of losses / `positions` to `head.grad`.
 
     Holds a few times [chunk, rows].
     """

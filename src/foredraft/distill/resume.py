@@ -28,6 +28,7 @@ class CurvePoint:
         acceptance: Mean of sum min(target, draft) over events, an upper bound of expected_acceptance on
             the step's own text.
         learning_rate: Of this step.
+        gradient_norm: Before it was clipped.
     """
 
     positions: int
@@ -35,6 +36,7 @@ class CurvePoint:
     loss: float
     acceptance: float
     learning_rate: float
+    gradient_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

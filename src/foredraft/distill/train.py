@@ -164,6 +164,11 @@ class _Training:
         self._updater = updater
         self._validation = validation
         self._tracker = tracker
+        self._curve: list[CurvePoint] = []
+        self._rollbacks: list[Rollback] = []
+        self._validations: list[Validated] = []
+        self._best: dict[str, Tensor] = {}
+        self._clock = 0.0
         self._watch = DivergenceWatch(schedule.settings.divergence, schedule.settings.divergence_steps)
 
     @property
@@ -219,12 +224,12 @@ class _Training:
         elif self._watch.has_diverged(figures.loss):
             self._roll_back(step, "too high")
         else:
-            self._update(step, figures)
+            self._update(step, figures, norm)
 
-    def _update(self, step: int, figures: Figures) -> None:
+    def _update(self, step: int, figures: Figures, norm: float) -> None:
         rate = self._schedule.learning_rate(step / len(self._plan), 1 / len(self._plan)) * self._rate_factor
         self._updater.step(rate)
-        point = CurvePoint(self._plan[step].end, self._seconds, figures.loss, figures.acceptance, rate)
+        point = CurvePoint(self._plan[step].end, self._seconds, figures.loss, figures.acceptance, rate, norm)
         self._curve.append(point)
         self._tracker.log(asdict(point), step)
 
@@ -257,7 +262,8 @@ class _Training:
         what = "no finite loss" if last.reason == "not finite" else "a loss that is too high"
         return NonFiniteError(
             f"Training gave {what} in {len(self._rollbacks)} steps, the last one step {last.step}, although the "
-            f"learning rate was halved each time from {self._schedule.settings.learning_rate:g}. Lower learning_rate, or collect the trace again."
+            f"learning rate was halved each time from {self._schedule.settings.learning_rate:g}. Lower learning_rate, "
+            "or collect the trace again."
         )
 
     def _say_what_is_kept(self) -> None:

@@ -104,7 +104,7 @@ def hold_out(groups: Sequence[Group], prompts: int, seed: int) -> tuple[list[Gro
     if len(groups) < _FEWEST_PROMPTS / _LARGEST_SHARE:
         count = 0
     turns: Counter[str] = Counter()
-    order = []
+    order: list[tuple[int, int, int]] = []
     for index, group in sorted(enumerate(groups), key=lambda one: digest_of([seed, one[1][0].row.prompt_id])):
         domain = group[0].row.domain
         order.append((turns[domain], len(order), index))
