@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 from foredraft.core.errors import CheckpointError, ModelError, NonFiniteError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
-from foredraft.distill import student as student_module
 from foredraft.distill import train
 from foredraft.distill.data import event_law, read_groups, rows_of_tokens
 from foredraft.distill.init import init_from_target
@@ -31,7 +30,8 @@ from foredraft.trace.store import Trace
 from tests.distilling import held_out_acceptance, tiny_target, written_trace
 from tests.tiny import tiny_model
 
-SHORT = {"tokens": 4000, "batch_tokens": 200, "learning_rate": 1e-2}
+# Held-out prompts have their own tests: tests/test_distill_validation.py.
+SHORT = {"tokens": 4000, "batch_tokens": 200, "learning_rate": 1e-2, "validation": {"prompts": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +112,12 @@ def test_the_draft_comes_back_in_the_dtype_it_came_in(traces: list[Trace], tmp_p
     assert torch.equal(result.draft.model.get_input_embeddings().weight, draft.model.get_input_embeddings().weight)
 
 
-def test_gradients_of_a_step_do_not_depend_on_how_it_is_packed(
-    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_a_step_do_not_depend_on_how_it_is_packed(traces: list[Trace]) -> None:
     schedule = Schedule.of(DistillStep())
     groups = read_groups(traces)[:10]
     results = []
     for size in (1, 100, 10_000):
-        monkeypatch.setattr(student_module, "_PACK_TOKENS", size)
-        student = Student.of(_first_layers())
+        student = Student.of(_first_layers(), DistillStep(pack_tokens=size))
         figures = student.backward(groups, schedule.loss(0.0), None, 0.0)
         results.append((figures, {name: weight.grad for name, weight in student.weights.items()}))
     for figures, gradients in results[1:]:
@@ -202,7 +199,14 @@ while True:
     kills += 1
 print("kills", kills)
 """
-RESUMED = {**SHORT, "tokens": 4800, "checkpoint_every": 1e-9, "layer_matching": 0.1, "finish": "lk_hybrid"}
+RESUMED = {
+    **SHORT,
+    "tokens": 4800,
+    "checkpoint_every": 1e-9,
+    "layer_matching": 0.1,
+    "finish": "lk_hybrid",
+    "validation": {"every": 800},
+}
 
 
 def test_a_training_killed_again_and_again_ends_with_the_same_bytes(traces: list[Trace], tmp_path: Path) -> None:

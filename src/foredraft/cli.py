@@ -66,6 +66,8 @@ Examples:
     foredraft run recipes/quickstart.yaml
 
     foredraft run --target my-model --prompts traffic.jsonl --out runs/mine
+
+    accelerate launch --multi_gpu --num_processes 8 -m foredraft.cli run recipes/quickstart.yaml
 """
 )
 def run(
@@ -80,9 +82,11 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """Make all that a recipe describes and is not there yet: traces, drafts, scores, the report, exports."""
+    from foredraft.core.processes import join_processes
     from foredraft.pool import default_recipe, run_recipe
     from foredraft.recipe import load_recipe
 
+    join_processes()
     if recipe is not None:
         resolved = load_recipe(recipe, [*overrides, *([f"target.model={target}"] if target else [])])
     elif target and prompts is not None:
@@ -90,7 +94,8 @@ def run(
     else:
         raise UserError("Name a recipe, or give --target and --prompts for the default pool.")
     folder = out or Path("runs") / (recipe.stem if recipe else "default")
-    _show_report(run_recipe(resolved, folder, _progress(), trust_remote_code), folder, as_json)
+    if report := run_recipe(resolved, folder, _progress(), trust_remote_code):
+        _show_report(report, folder, as_json)
 
 
 @app.command(
@@ -196,16 +201,23 @@ def distill(
 ) -> None:
     """Teach a draft the target's law on the target's own answers."""
     from foredraft import verbs
+    from foredraft.core.processes import join_processes
     from foredraft.recipe import settings_from
     from foredraft.steps import DistillStep, InitStep
 
     step = settings_from(DistillStep, overrides)
+    here = join_processes()
     loaded, opened = _target(target, dtype, adapter, trust_remote_code), _traces(traces)
+    if not here.is_main:
+        verbs.help_training(loaded)
+        return
     if draft is None:
         draft = out.with_name(f"{out.name}-untrained")
         if not draft.exists():
             verbs.init_draft(loaded, opened, InitStep(layers=layers, vocab=vocab), draft)
-    _print_draft(out, verbs.distill_draft(draft, loaded, opened, step, out, _progress()), as_json)
+    written = verbs.distill_draft(draft, loaded, opened, step, out, _progress())
+    verbs.dismiss_helpers()
+    _print_draft(out, written, as_json)
 
 
 @app.command(
@@ -711,6 +723,8 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except ForedraftError as error:
+        if _is_helper():
+            raise SystemExit(error.exit_status) from None
         if "--json" in sys.argv:
             sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         _stderr.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
@@ -720,11 +734,16 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
+def _is_helper() -> bool:
+    """Return whether a launcher started this process beside the main one, which alone prints."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def _set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(format="%(message)s", handlers=[RichHandler(console=_stderr, show_path=False, show_time=False)])
-    logging.getLogger("foredraft").setLevel(logging.INFO)
+    logging.getLogger("foredraft").setLevel(logging.CRITICAL if _is_helper() else logging.INFO)
 
 
 def _progress() -> "Progress":

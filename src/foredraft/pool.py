@@ -18,6 +18,7 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
+from foredraft.core.processes import processes
 from foredraft.core.progress import SILENT, Prefixed, Progress
 from foredraft.core.protocols import Drafter, Target
 from foredraft.models.remote.target import connect
@@ -62,9 +63,16 @@ def run_recipe(
     Leaves traces/, drafts/, scores/, exports/, report.json and report.html in `out`. Called again it makes
     nothing; after a kill it goes on where it was.
 
+    Where several processes have met, all of them call it: the main one makes everything, the others help it train
+    and return an empty report.
+
     Raises:
         UserError: the recipe asks for something that cannot be done, or `out` holds something else.
     """
+    if not processes().is_main:
+        target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code, recipe.target.adapter)
+        verbs.help_training(target)
+        return {}
     workspace = Workspace.open(out)
     prompts = split_sources(recipe.trace.prompts, recipe.trace.seed)
     target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code, recipe.target.adapter)
@@ -73,7 +81,9 @@ def run_recipe(
             verbs.refuse_impossible(step, target)
     for runtime in recipe.export:
         resolve("exporters", runtime)
-    return _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
+    report = _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
+    verbs.dismiss_helpers()
+    return report
 
 
 def default_recipe(target: str, prompts: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -15,6 +15,27 @@ class InitStep(Settings):
     vocab: int = Field(0, ge=0, description="Rows of the head kept, most frequent in the trace first; 0 keeps all.")
 
 
+class ValidationSettings(Settings):
+    """Replaying a draft in training on held-out prompts of its traces, to keep the best weights."""
+
+    prompts: int = Field(
+        16, ge=0, description="Training prompts held out, at most a tenth of them, none of fewer than 40; 0: no replay."
+    )
+    every: int = Field(
+        0, ge=0, description="Positions trained on between replays; 0: a few percent of the time, 20 replays at most."
+    )
+    patience: int = Field(6, ge=0, description="Replays without a gain before training stops; 0 never stops it.")
+    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which tokens per call count.")
+
+
+class LoraSettings(Settings):
+    """Training low-rank updates of a draft's matrices instead of the matrices; merged when the draft is saved."""
+
+    rank: int = Field(0, ge=0, description="0 trains the matrices themselves.")
+    alpha: int = Field(0, ge=0, description="The update counts alpha/rank times; 0 is twice the rank.")
+    modules: list[str] = Field([], description="Names such as q_proj, down_proj; empty takes every matrix of the body.")
+
+
 class DistillStep(Settings):
     """Teach the draft the target's law on the target's own answers."""
 
@@ -29,6 +50,26 @@ class DistillStep(Settings):
     warmup: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the steps in which the rate rises.")
     weight_decay: float = Field(0.0, ge=0.0)
     clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
+    optimizer: Literal["adamw", "adamw-8bit", "muon"] = Field("adamw", description="adamw-8bit needs an NVIDIA GPU.")
+    train: Literal["body", "all"] = Field(
+        "body", description="body leaves embeddings and head the target's; all trains them too, and needs a whole head."
+    )
+    lora: LoraSettings = LoraSettings()
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What matrix products are computed in; weights, losses and steps stay float32."
+    )
+    pack_tokens: int = Field(
+        1024, ge=1, description="Tokens read at once, about; a step takes as many passes as needed."
+    )
+    gradient_checkpointing: bool = Field(False, description="Compute layers twice to hold less memory.")
+    validation: ValidationSettings = ValidationSettings()
+    divergence: float = Field(
+        3.0, ge=0.0, description="A loss above this many times its running minimum is taken back; 0 never."
+    )
+    divergence_steps: int = Field(20, ge=1, description="Steps for which it must be, and over which it is averaged.")
+    track: str = Field(
+        "", description="Where figures are sent too: tensorboard, wandb, trackio, or another of accelerate's."
+    )
     checkpoint_every: float = Field(20.0, gt=0.0, description="Seconds between points a killed run resumes from.")
     seed: int = 0
 

@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -19,14 +19,15 @@ from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
 from foredraft.compress.prune import prune_layers
 from foredraft.compress.quantize import quantize_int8
-from foredraft.core.errors import ModelError, UnknownNameError, UserError, VocabMismatchError
+from foredraft.core.errors import CheckpointError, ModelError, UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
+from foredraft.core.processes import from_main
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
 from foredraft.distill.resume import forget_points
-from foredraft.distill.train import distill
+from foredraft.distill.train import Distilled, distill
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
@@ -34,7 +35,7 @@ from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.settings import Settings
 from foredraft.steps import DistillStep, HeadStep, InitStep, LawStep, NgramStep, PruneStep, QuantizeStep, Step
-from foredraft.trace.store import Trace
+from foredraft.trace.store import Trace, open_trace
 
 _log = logging.getLogger(__name__)
 
@@ -59,14 +60,44 @@ def distill_draft(
 ) -> DraftManifest:
     """Train a draft on the target's own answers. A killed run goes on where it was."""
     before = _manifest_for(source, target)
+    _refuse_missing_files(source, before)
     points = out.with_name(f".{out.name}.training")
-    distilled = distill(load_draft(source, "float32"), traces, step, target, points, progress)
+    job = _Training(source, tuple(trace.path for trace in traces), step, points)
+    from_main(job)
+    distilled = job.run(target, traces, progress)
     seen = before.training_tokens + distilled.training_tokens
-    curve = tuple(asdict(point) for point in distilled.curve)
-    manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=curve)
+    manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=distilled.entries())
     written = save_draft(distilled.draft, out, manifest, target.tokenizer)
     forget_points(points)
     return written
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What the main process asks the others to train with it."""
+
+    source: Path
+    traces: tuple[Path, ...]
+    step: DistillStep
+    points: Path
+
+    def run(self, target: LocalTarget, traces: Sequence[Trace], progress: Progress) -> Distilled:
+        return distill(load_draft(self.source, "float32"), traces, self.step, target, self.points, progress)
+
+
+def help_training(target: LocalTarget) -> None:
+    """Train with the main process whatever it trains, until it dismisses its helpers.
+
+    Raises:
+        ForedraftError: what stops a training in one process stops it in all.
+    """
+    while isinstance(job := from_main(None), _Training):
+        job.run(target, [open_trace(path) for path in job.traces], SILENT)
+
+
+def dismiss_helpers() -> None:
+    """Let the other processes go."""
+    from_main(None)
 
 
 def prune_draft(
@@ -294,6 +325,15 @@ def _manifest_for(source: Path, target: Speaker) -> DraftManifest:
         )
     _warn_of_changed_target(source, manifest, target)
     return manifest
+
+
+def _refuse_missing_files(source: Path, manifest: DraftManifest) -> None:
+    for name in manifest.files:
+        if not (source / name).is_file():
+            raise CheckpointError(
+                f"{source} lacks {name}: the draft is only half there. Delete the folder and run the command that "
+                "made it again."
+            )
 
 
 def _warn_of_changed_target(source: Path, manifest: DraftManifest, target: Speaker) -> None:

@@ -1,6 +1,6 @@
 """Run a transformers model over packed text, through its pluggable attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,32 +30,38 @@ class _Reading:
     stems: dict[nn.Module, list[tuple[Tensor, Tensor]]]
 
 
-def run_body(model: PreTrainedModel, pack: Pack, **options: Any) -> Any:
+def run_body(model: PreTrainedModel, pack: Pack, body: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return the output of the model's body over the branches of a pack; `options` as of its forward.
 
-    The stems are read first, without a gradient, and embeddings never get one.
+    The stems are read first, without a gradient; embeddings get one only if they ask for it.
+
+    Args:
+        body: Runs the model's body, where that is not the model's own base_model.
 
     Raises:
         ModelError: the model's attention cannot be replaced, or looks back over a window only.
     """
     stems: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-    with _packed_attention(model):
+    body = body or model.base_model
+    with packed_attention(model):
         if len(pack.stems):
             with torch.no_grad():
-                _run(model, _Reading(pack.stems, stems))
-        return _run(model, _Reading(pack.branches, stems), **options)
+                _run(model, body, _Reading(pack.stems, stems))
+        return _run(model, body, _Reading(pack.branches, stems), **options)
 
 
-def _run(model: PreTrainedModel, reading: _Reading, **options: Any) -> Any:
-    with torch.no_grad():
-        embedded = model.get_input_embeddings()(reading.row.token_ids[None])
-    return model.base_model(
+def _run(model: PreTrainedModel, body: Callable[..., Any], reading: _Reading, **options: Any) -> Any:
+    embeddings = model.get_input_embeddings()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and embeddings.weight.requires_grad):
+        embedded = embeddings(reading.row.token_ids[None])
+    return body(
         inputs_embeds=embedded, position_ids=reading.row.position_ids[None], use_cache=False, reading=reading, **options
     )
 
 
 @contextmanager
-def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Attend as packed text asks; a gradient that computes layers again needs it to last until then."""
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, _attend)
     model.set_attn_implementation(_NAME)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foredraft.core.errors import CheckpointError
 from foredraft.core.files import whole_file
+from foredraft.distill.validation import Validated
 
 _FILE = "resume.safetensors"
 
@@ -27,6 +28,7 @@ class CurvePoint:
         acceptance: Mean of sum min(target, draft) over events, an upper bound of expected_acceptance on
             the step's own text.
         learning_rate: Of this step.
+        gradient_norm: Before it was clipped.
     """
 
     positions: int
@@ -34,21 +36,24 @@ class CurvePoint:
     loss: float
     acceptance: float
     learning_rate: float
+    gradient_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A step whose loss or gradient was not finite: earlier weights came back, the rate was halved.
+    """A step that failed: earlier weights came back, the rate was halved.
 
     Attributes:
         step: The step that failed; its text was skipped.
         to_step: The step whose weights came back.
         rate_factor: What learning rates are multiplied by from here on.
+        reason: "not finite", of a loss or gradient, or "too high", of losses that stayed far above their minimum.
     """
 
     step: int
     to_step: int
     rate_factor: float
+    reason: str = "not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +62,15 @@ class ResumePoint:
 
     Attributes:
         step: Steps done.
-        tensors: Trained weights and optimizer state, by name; never changed afterwards.
-        curve, rollbacks: So far.
+        tensors: Trained weights, the best of them so far and optimizer state, by name; never changed afterwards.
+        curve, rollbacks, validations: So far.
     """
 
     step: int
     tensors: Mapping[str, Float[Tensor, "..."]]
     curve: tuple[CurvePoint, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
+    validations: tuple[Validated, ...] = ()
 
 
 def forget_points(folder: Path) -> None:
@@ -84,6 +90,7 @@ def save_point(point: ResumePoint, folder: Path, key: str) -> None:
         "step": point.step,
         "curve": [asdict(entry) for entry in point.curve],
         "rollbacks": [asdict(entry) for entry in point.rollbacks],
+        "validations": [asdict(entry) for entry in point.validations],
     }
     with whole_file(folder / _FILE) as partial:
         save_file(dict(point.tensors), partial, metadata={"key": key, "state": json.dumps(state)})
@@ -115,4 +122,5 @@ def load_point(folder: Path, key: str) -> ResumePoint | None:
         tensors,
         tuple(CurvePoint(**entry) for entry in state["curve"]),
         tuple(Rollback(**entry) for entry in state["rollbacks"]),
+        tuple(Validated(**entry) for entry in state["validations"]),
     )

@@ -1,25 +1,32 @@
 """A draft in training: its weights in float32, and their gradients from packed text."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foredraft.core.errors import ModelError
+from foredraft.core.errors import ModelError, RecipeError
+from foredraft.core.processes import Processes, summed
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
+from foredraft.distill.learned_head import learned_head_losses
 from foredraft.distill.losses import Loss, loss_gradient
 from foredraft.distill.matching import LayerMatching
-from foredraft.distill.packed import run_body
+from foredraft.distill.packed import packed_attention, run_body
 from foredraft.distill.packing import pack
+from foredraft.distill.parallel import Spread
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head
+from foredraft.models.layers import layer_stack
+from foredraft.steps import DistillStep
 
-_PACK_TOKENS = 1024
+_DEFAULTS = DistillStep()
+_ALONE = Processes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class Figures:
 
 @final
 class Student:
-    """A copy of a draft whose body and final norm learn; embeddings and head are frozen.
+    """A copy of a draft that learns: its body and final norm, low-rank updates of its body, or all of it.
 
     Attributes:
         model: The copy.
@@ -40,40 +47,76 @@ class Student:
     """
 
     def __init__(
-        self, model: PreTrainedModel, head: Float[Tensor, "rows hidden"], row_of_token: Int[Tensor, " vocab"]
+        self,
+        model: PreTrainedModel,
+        head_token_ids: Int[Tensor, " kept"],
+        settings: DistillStep = _DEFAULTS,
+        processes: Processes = _ALONE,
     ) -> None:
-        """Take over a model that nobody else uses, and the head's rows; see `of`."""
-        frozen = {id(module.weight) for module in _embeddings(model)}
+        """Take over a model that nobody else uses, in which what learns has requires_grad; see `of`."""
+        head = model.get_output_embeddings().weight
+        outside = {id(module.weight): module.weight for module in _embeddings(model)}
+        self._outside = [weight for weight in outside.values() if weight.requires_grad]
+        self._row_of_token = rows_of_tokens(head_token_ids, head.shape[0])
+        self._head = head.detach()[head_token_ids] if len(head_token_ids) else head
+        self._settings = settings
+        self._spread = Spread(model, outside.values(), processes)
         self.model = model
-        self.weights = {name: weight for name, weight in model.named_parameters() if id(weight) not in frozen}
-        self._head = head
-        self._row_of_token = row_of_token
+        self.head_token_ids = head_token_ids
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        if settings.gradient_checkpointing:
+            _compute_layers_twice(model)
 
     @staticmethod
-    def of(draft: Draft) -> "Student":
+    def of(draft: Draft, settings: DistillStep = _DEFAULTS, processes: Processes = _ALONE) -> "Student":
         """Return a student that starts as `draft`, which is left as it was.
+
+        Args:
+            settings: What learns and how it is computed; rates and lengths are not read.
+            processes: Who trains it together.
 
         Raises:
             ModelError: nothing in it can be trained, or its head is more than a matrix.
+            RecipeError: its head is trimmed and shall learn, or lora cannot be put in.
         """
-        model = _float32_copy(draft.model)
-        head = model.get_output_embeddings().weight.detach()
-        row_of_token = rows_of_tokens(draft.head_token_ids, head.shape[0])
-        if len(draft.head_token_ids):
-            head = head[draft.head_token_ids]
-        _refuse_other_heads(model, draft, head)
-        student = Student(model, head, row_of_token)
-        if not any(weight.dim() > 1 for weight in student.weights.values()):
-            raise ModelError("The draft has no weight matrix that can be trained: distil it before it is quantized.")
-        for weight in student.weights.values():
-            weight.requires_grad_()
-        return student
+        if settings.train == "all" and len(draft.head_token_ids):
+            raise RecipeError(
+                f"train: all would move the {len(draft.head_token_ids)} rows of the head that the draft computes and "
+                "leave the cut ones behind. Keep the head whole (vocab: 0), or train: body."
+            )
+        if settings.train == "all" and settings.lora.rank:
+            raise RecipeError("lora trains updates of the body's matrices only: train: body, or lora.rank: 0.")
+        model = _trainable(draft, settings)
+        _refuse_other_heads(model, draft)
+        if settings.lora.rank:
+            _add_lora(model, settings)
+        return Student(model, draft.head_token_ids, settings, processes)
+
+    @property
+    def processes(self) -> Processes:
+        return self._spread.processes
+
+    def draft(self) -> Draft:
+        """Return the student as it is now as a draft, to be run and not kept."""
+        return Draft(self.model, self.head_token_ids)
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Return the context that passes are computed in.
+
+        bfloat16 is autocast over weights in float32: an update of relative size 2^-9 would be lost in a bfloat16
+        weight, and norms, the head and the loss stay exact.
+        """
+        if self._settings.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, torch.bfloat16)
 
     def backward(self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float) -> Figures:
         """Set the gradient of the mean loss over all answer positions of `groups`; return the means.
 
+        On several processes each reads its share of the groups, and all get the same gradient and figures.
+
         Args:
-            groups: The text of one step.
+            groups: The text of one step, the same in every process.
             loss: What is made small.
             matching: Layers to match, added with `weight`; None for none.
         """
@@ -81,33 +124,91 @@ class Student:
             parameter.grad = None
         positions = sum(map(num_positions, groups))
         loss_sum = acceptance_sum = 0.0
-        for part in _microbatches(groups):
-            packed = pack(part, self._row_of_token).to(self.model.device)
-            output = run_body(self.model, packed, output_hidden_states=matching is not None)
-            hidden = output.last_hidden_state[0, packed.read] / packed.temperatures[:, None]
-            result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
-            roots, gradients = [hidden], [result.hidden / positions]
-            loss_sum += float(result.losses.sum())
-            acceptance_sum += float(result.acceptance.sum())
-            if matching is not None:
-                differences = matching.losses(output.hidden_states, packed)
-                roots.append(differences)
-                gradients.append(torch.full_like(differences, weight / positions))
-                loss_sum += weight * float(differences.detach().sum())
-            torch.autograd.backward(roots, gradients)
+        for part in self._spread.parts(groups, self._cut):
+            share = positions / self._spread.factor if part.counts else float("inf")
+            with self._spread.during(part), packed_attention(self.model):
+                losses, accepted = self._pass(part.groups, loss, matching, weight, share)
+            loss_sum, acceptance_sum = loss_sum + part.counts * losses, acceptance_sum + part.counts * accepted
+        self._spread.average(self._outside)
+        loss_sum, acceptance_sum = summed(loss_sum, acceptance_sum)
         return Figures(loss_sum / positions, acceptance_sum / positions)
 
+    def _pass(
+        self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float, positions: float
+    ) -> tuple[float, float]:
+        """Add the gradient of the sum of losses over `positions`; return the sums of losses and acceptance."""
+        packed = pack(groups, self._row_of_token).to(self.model.device)
+        with self.precision():
+            output = run_body(self.model, packed, body=self._spread.body, output_hidden_states=matching is not None)
+        hidden = output.last_hidden_state[0, packed.read].float() / packed.temperatures[:, None]
+        if self._head.requires_grad:
+            result = learned_head_losses(hidden, self._head, packed.law, loss, positions)
+        else:
+            result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
+        roots, gradients = [hidden], [result.hidden / positions]
+        total = float(result.losses.sum())
+        if matching is not None:
+            differences = matching.losses(output.hidden_states, packed)
+            roots.append(differences)
+            gradients.append(torch.full_like(differences, weight / positions))
+            total += weight * float(differences.detach().sum())
+        torch.autograd.backward(roots, gradients)
+        return total, float(result.acceptance.sum())
 
-def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
-    shared = {id(module.weight): module.weight for module in _embeddings(model)} if model.dtype == torch.float32 else {}
-    return copy.deepcopy(model, shared).float()
+    def _cut(self, groups: Sequence[Group]) -> list[list[Group]]:
+        return list(_passes(groups, self._settings.pack_tokens))
+
+
+def finished(draft: Draft, settings: DistillStep, weights: Mapping[str, Float[Tensor, "..."]]) -> Draft:
+    """Return a plain copy of `draft`, in its dtype, with trained weights in place; low-rank updates are merged."""
+    model = _trainable(draft, settings)
+    if settings.lora.rank:
+        model = _with_lora(model, settings, weights)
+    else:
+        parameters = dict(model.named_parameters())
+        for name, weight in weights.items():
+            parameters[name].data.copy_(weight)
+    return Draft(model.to(draft.model.dtype), draft.head_token_ids)
+
+
+def _trainable(draft: Draft, settings: DistillStep) -> PreTrainedModel:
+    """Return a copy in float32 in which the right weights learn; embeddings that do not are shared if they can be."""
+    fixed = [module.weight for module in _embeddings(draft.model)] if settings.train == "body" else []
+    memo = {id(weight): nn.Parameter(weight.detach().float(), requires_grad=False) for weight in fixed}
+    frozen = {id(weight) for weight in memo.values()}
+    model = copy.deepcopy(draft.model, memo).float()
+    matrices = 0
+    for weight in model.parameters():
+        if id(weight) not in frozen:
+            weight.requires_grad_()
+            matrices += weight.dim() > 1
+    if not matrices:
+        raise ModelError("The draft has no weight matrix that can be trained: distil it before it is quantized.")
+    return model
+
+
+# peft is loaded by those who use it: that takes seconds.
+def _add_lora(model: PreTrainedModel, settings: DistillStep) -> Any:
+    from foredraft.distill.lora import add_lora
+
+    return add_lora(model, settings.lora, settings.seed)
+
+
+def _with_lora(
+    model: PreTrainedModel, settings: DistillStep, weights: Mapping[str, Float[Tensor, "..."]]
+) -> PreTrainedModel:
+    from foredraft.distill.lora import merge_lora
+
+    return merge_lora(_add_lora(model, settings), weights)
 
 
 def _embeddings(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     return model.get_input_embeddings(), model.get_output_embeddings()
 
 
-def _refuse_other_heads(model: PreTrainedModel, draft: Draft, head: Float[Tensor, "rows hidden"]) -> None:
+def _refuse_other_heads(model: PreTrainedModel, draft: Draft) -> None:
+    head = model.get_output_embeddings().weight.detach()
+    head = head[draft.head_token_ids] if len(draft.head_token_ids) else head
     probe = torch.linspace(-1.0, 1.0, head.shape[1], device=head.device)[None]
     if not torch.allclose(Head(model, draft.head_token_ids).logits(probe), probe @ head.T, rtol=1e-3, atol=1e-4):
         raise ModelError(
@@ -116,15 +217,23 @@ def _refuse_other_heads(model: PreTrainedModel, draft: Draft, head: Float[Tensor
         )
 
 
-def _microbatches(groups: Sequence[Group]) -> Iterator[list[Group]]:
+def _compute_layers_twice(model: PreTrainedModel) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # Embeddings that do not learn would ask for a gradient.
+    for layer in layer_stack(model):
+        # Layers ask for this before they checkpoint; what is inside them stays in evaluation mode, without dropout.
+        layer.training = True
+
+
+def _passes(groups: Sequence[Group], tokens: int) -> Iterator[list[Group]]:
     part: list[Group] = []
     filled = 0
     for group in groups:
-        tokens = max(len(example.row.prompt_ids) for example in group) + num_positions(group)
-        if part and filled + tokens > _PACK_TOKENS:
+        size = max(len(example.row.prompt_ids) for example in group) + num_positions(group)
+        if part and filled + size > tokens:
             yield part
             part, filled = [], 0
         part.append(group)
-        filled += tokens
+        filled += size
     if part:
         yield part
