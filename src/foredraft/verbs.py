@@ -25,6 +25,7 @@ from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.losses import read_loss
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
 from foredraft.models.causal_lm import CausalLMDrafter
@@ -185,7 +186,7 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
             _wrapper(step.settings)
         case "distill":
             for loss in filter(None, (*step.settings.loss, step.settings.finish)):
-                resolve("losses", loss)
+                read_loss(loss)
 
 
 def needs_building(kind: str) -> bool:
