@@ -24,6 +24,7 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
+from foredraft.distill.emphasis import read_position_weights
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
 from foredraft.distill.losses import read_loss
 from foredraft.distill.resume import forget_points
@@ -185,8 +186,9 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
         case "wrap":
             _wrapper(step.settings)
         case "distill":
-            for loss in filter(None, (*step.settings.loss, step.settings.finish)):
+            for loss in step.settings.losses:
                 read_loss(loss)
+            read_position_weights(step.settings.position_weights)
 
 
 def needs_building(kind: str) -> bool:

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
+from foredraft.distill.emphasis import Emphasis
 from foredraft.distill.losses import Loss, loss_gradient
-from foredraft.distill.matching import LayerMatching
-from foredraft.distill.packed import run_body
+from foredraft.distill.matching import Matching
 from foredraft.distill.packing import pack
+from foredraft.distill.seeing import NOTHING, look
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head
 
@@ -69,13 +70,21 @@ class Student:
             weight.requires_grad_()
         return student
 
-    def backward(self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float) -> Figures:
+    def backward(
+        self,
+        groups: Sequence[Group],
+        loss: Loss,
+        matching: Matching | None,
+        weight: float,
+        emphasis: Emphasis | None = None,
+    ) -> Figures:
         """Set the gradient of the mean loss over all answer positions of `groups`; return the means.
 
         Args:
             groups: The text of one step.
             loss: What is made small.
-            matching: Layers to match, added with `weight`; None for none.
+            matching: What of the target to match, added with `weight`; None for nothing.
+            emphasis: What each position weighs in the loss; None where all weigh the same.
         """
         for parameter in self.weights.values():
             parameter.grad = None
@@ -83,14 +92,17 @@ class Student:
         loss_sum = acceptance_sum = 0.0
         for part in _microbatches(groups):
             packed = pack(part, self._row_of_token).to(self.model.device)
-            output = run_body(self.model, packed, output_hidden_states=matching is not None)
-            hidden = output.last_hidden_state[0, packed.read] / packed.temperatures[:, None]
+            seen = look(self.model, packed, matching.asks_draft if matching is not None else NOTHING)
+            hidden = seen.last[0, packed.read] / packed.temperatures[:, None]
             result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
+            if emphasis is not None:
+                lengths = [len(example.row.answer_ids) for group in part for example in group]
+                result = emphasis.weigh(result, packed, lengths, loss)
             roots, gradients = [hidden], [result.hidden / positions]
             loss_sum += float(result.losses.sum())
             acceptance_sum += float(result.acceptance.sum())
             if matching is not None:
-                differences = matching.losses(output.hidden_states, packed)
+                differences = matching.losses(seen, packed)
                 roots.append(differences)
                 gradients.append(torch.full_like(differences, weight / positions))
                 loss_sum += weight * float(differences.detach().sum())

@@ -21,7 +21,9 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import NonFiniteError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.data import Group, num_positions, plan_steps, read_groups
-from foredraft.distill.matching import LayerMatching
+from foredraft.distill.emphasis import Emphasis
+from foredraft.distill.limits import require_laws
+from foredraft.distill.matching import Matching
 from foredraft.distill.resume import CurvePoint, ResumePoint, Rollback, load_point, save_point
 from foredraft.distill.schedule import Schedule
 from foredraft.distill.student import Student
@@ -94,13 +96,18 @@ def distill(
             target_fingerprint=target.fingerprint,
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
+    require_laws(settings.losses, traces)
     schedule = Schedule.of(settings)
     student = Student.of(draft)
-    matching = LayerMatching.even(target.model, student.model) if settings.layer_matching else None
+    matching = Matching.of(target.model, student.model, settings)
+    student.weights.update(matching.weights)
+    emphasis = Emphasis.of(settings, draft)
     groups = read_groups(traces)
     key = _key(draft, traces, settings)
     start = load_point(work, key) or ResumePoint(0, _weights(student))
-    training = _Training(student, schedule, matching, _plan(groups, settings), _optimizer(student, settings), start)
+    training = _Training(
+        student, schedule, matching, emphasis, _plan(groups, settings), _optimizer(student, settings), start
+    )
     point = training.run(lambda point: save_point(point, work, key), progress)
     trained = Draft(student.model.to(draft.model.dtype), draft.head_token_ids)
     return Distilled(trained, point.curve, point.rollbacks)
@@ -122,7 +129,8 @@ class _Training:
         self,
         student: Student,
         schedule: Schedule,
-        matching: LayerMatching | None,
+        matching: Matching,
+        emphasis: Emphasis | None,
         plan: Sequence[_Step],
         optimizer: AdamW,
         start: ResumePoint,
@@ -130,6 +138,7 @@ class _Training:
         self._student = student
         self._schedule = schedule
         self._matching = matching
+        self._emphasis = emphasis
         self._plan = plan
         self._optimizer = optimizer
         self._good = start
@@ -161,9 +170,8 @@ class _Training:
 
     def _step(self, step: int, clock: float) -> None:
         share = step / len(self._plan)
-        weight = self._schedule.matching(share)
         figures = self._student.backward(
-            self._plan[step].groups, self._schedule.loss(share), self._matching if weight else None, weight
+            self._plan[step].groups, self._schedule.loss(share), self._matching.at(share), 1.0, self._emphasis
         )
         norm = clip_grad_norm_(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(float(norm))):

@@ -1,7 +1,7 @@
 """What training makes small: distances between the target's law and the draft's, position by position."""
 
 from foredraft.distill.losses.divergences import forward_kl, hard_cross_entropy, jsd, reverse_kl, soft_cross_entropy
-from foredraft.distill.losses.gradient import LossGradient, loss_gradient
+from foredraft.distill.losses.gradient import LossGradient, loss_gradient, loss_values
 from foredraft.distill.losses.law import UNSAYABLE, EventLaw, Laws, Loss
 from foredraft.distill.losses.rejection import (
     acceptance,
@@ -25,6 +25,7 @@ __all__ = [
     "lk_hybrid",
     "loss_gradient",
     "loss_name",
+    "loss_values",
     "neg_log_acceptance",
     "read_loss",
     "reverse_kl",

@@ -28,15 +28,20 @@ class LossGradient:
     Attributes:
         losses: One for each position.
         acceptance: sum min(target, draft) over events.
+        confidence: The target's largest probability of an event of its own.
         hidden: Gradient of the sum of the losses.
     """
 
     losses: Float[Tensor, " positions"]
     acceptance: Float[Tensor, " positions"]
+    confidence: Float[Tensor, " positions"]
     hidden: Float[Tensor, "positions hidden"]
 
+    def scaled(self, weights: Float[Tensor, " positions"]) -> "LossGradient":
+        """Return the gradient of the weighted sum, and the weighted losses."""
+        return replace(self, losses=weights * self.losses, hidden=weights[:, None] * self.hidden)
 
-@torch.no_grad()
+
 def loss_gradient(
     hidden: Float[Tensor, "positions hidden"],
     head: Float[Tensor, "rows hidden"],
@@ -57,26 +62,53 @@ def loss_gradient(
         block: Rows at once; 0 for all that 32 MB hold. More than one block costs a second product with the head. Has no
             effect on laws that are whole, which are as wide as the head themselves.
     """
+    return _walk(hidden, head, laws, loss, chunk, block, with_gradient=True)
+
+
+def loss_values(
+    hidden: Float[Tensor, "positions hidden"],
+    head: Float[Tensor, "rows hidden"],
+    laws: Laws,
+    loss: Loss,
+    chunk: int = 256,
+    block: int = 0,
+) -> Float[Tensor, " positions"]:
+    """Return the losses alone, in half the time; arguments as of loss_gradient."""
+    return _walk(hidden, head, laws, loss, chunk, block, with_gradient=False).losses
+
+
+@torch.no_grad()
+def _walk(
+    hidden: Float[Tensor, "positions hidden"],
+    head: Float[Tensor, "rows hidden"],
+    laws: Laws,
+    loss: Loss,
+    chunk: int,
+    block: int,
+    with_gradient: bool,
+) -> LossGradient:
     num_rows = head.shape[0]
     chunk = min(chunk, len(laws), max(_FEWEST_POSITIONS, _MOST_LOGITS // num_rows))
     block = min(block or max(1, _MOST_LOGITS // chunk), num_rows) if chunk else num_rows
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     result = LossGradient(
-        hidden.new_empty(len(laws), dtype=dtype),
-        hidden.new_empty(len(laws), dtype=dtype),
+        *(hidden.new_empty(len(laws), dtype=dtype) for _ in range(3)),
         hidden.new_zeros(hidden.shape, dtype=dtype),
     )
     by_rows, by_events = None, None
     for start in range(0, len(laws), chunk or 1):
         positions = slice(start, start + chunk)
         law = laws[positions]
-        part = LossGradient(result.losses[positions], result.acceptance[positions], result.hidden[positions])
+        part = LossGradient(
+            *(whole[positions] for whole in (result.losses, result.acceptance, result.confidence, result.hidden))
+        )
+        part.confidence.copy_(law.probs[:, : max(1, law.rows.shape[1])].amax(-1))
         if law.whole and law.rows.shape[1] == num_rows:
             by_rows = by_rows or _ByRows(head, chunk, dtype)
-            by_rows.fill(part, hidden[positions], law, loss)
+            by_rows.fill(part, hidden[positions], law, loss, with_gradient)
         else:
             by_events = by_events or _ByEvents(head, chunk, block, dtype)
-            by_events.fill(part, hidden[positions], law, loss)
+            by_events.fill(part, hidden[positions], law, loss, with_gradient)
     return result
 
 
@@ -89,7 +121,14 @@ class _ByEvents:
         self._block = block
         self._logits = _buffer(head, chunk, block, dtype)
 
-    def fill(self, part: LossGradient, hidden: Float[Tensor, "positions hidden"], law: EventLaw, loss: Loss) -> None:
+    def fill(
+        self,
+        part: LossGradient,
+        hidden: Float[Tensor, "positions hidden"],
+        law: EventLaw,
+        loss: Loss,
+        with_gradient: bool,
+    ) -> None:
         size, dtype = len(law), self._logits.dtype
         top = torch.full(law.rows.shape, ABSENT, dtype=dtype, device=hidden.device)
         tail = torch.full((size, 1), ABSENT, dtype=dtype, device=hidden.device)
@@ -107,7 +146,8 @@ class _ByEvents:
             (gradient,) = torch.autograd.grad(losses.sum(), events)
         part.losses.copy_(losses.detach())
         part.acceptance.copy_(acceptance(law, draft_logprobs.detach()))
-
+        if not with_gradient:
+            return
         for rows in self._blocks():
             if self._block < len(self._head):
                 _, weights, largest = self._read(hidden, law, rows)
@@ -146,14 +186,22 @@ class _ByRows:
         self._logits = _buffer(head, chunk, len(head), dtype)[:, : len(head) + 1]
         self._positions = max(1, _CACHED_LOGITS // len(head))
 
-    def fill(self, part: LossGradient, hidden: Float[Tensor, "positions hidden"], law: EventLaw, loss: Loss) -> None:
+    def fill(
+        self,
+        part: LossGradient,
+        hidden: Float[Tensor, "positions hidden"],
+        law: EventLaw,
+        loss: Loss,
+        with_gradient: bool,
+    ) -> None:
         logits = self._logits[: len(law)]
         _multiply(hidden, self._head, logits[:, :-1])
         logits[:, -1] = ABSENT
         for start in range(0, len(law), self._positions):
             some = slice(start, start + self._positions)
             part.losses[some], part.acceptance[some] = _differentiate(logits[some], law[some], loss)
-        _add_product(logits[:, :-1], self._head, part.hidden)
+        if with_gradient:
+            _add_product(logits[:, :-1], self._head, part.hidden)
 
 
 def _differentiate(
