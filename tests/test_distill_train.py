@@ -176,7 +176,8 @@ training._POSITIONS_BETWEEN_POINTS = 1600
 folder = Path(sys.argv[1])
 
 def train(work, out):
-    result = training.distill(_first_layers(), [open_trace(Path(sys.argv[2]))], DistillStep(**RESUMED), tiny_target(), work)
+    traces, step = [open_trace(Path(sys.argv[2]))], DistillStep(**RESUMED)
+    result = training.distill(_first_layers(), traces, step, tiny_target(), work)
     save_file({name: value.clone() for name, value in result.draft.model.state_dict().items()}, out)
 
 def points_written():

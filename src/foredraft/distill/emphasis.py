@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -52,7 +52,7 @@ def confidence(
 
 
 def reach(
-    confidence: Float[Tensor, " answer"], acceptance: Float[Tensor, " answer"], k: float = 4
+    confidence: Float[Tensor, " answer"], acceptance: Float[Tensor, " answer"], k: int = 4
 ) -> Float[Tensor, " answer"]:
     """Return how many target calls one more unit of P(accept) saves at each token, when blocks of k are drafted.
 
@@ -65,7 +65,7 @@ def reach(
     draft) of the draft as it is, held constant.
     """
     accepted = acceptance.tolist()
-    saved = _calls_saved(accepted, int(k))
+    saved = _calls_saved(accepted, k)
     return torch.tensor(saved, device=acceptance.device, dtype=acceptance.dtype)
 
 
@@ -78,16 +78,17 @@ def read_position_weights(spec: str) -> PositionWeights:
     name, _, written = spec.partition(":")
     if name not in _WEIGHTS:
         raise UserError(f"Unknown position_weights {name!r}. Known: {', '.join(filter(None, _WEIGHTS))}.")
-    takes = list(signature(_WEIGHTS[name]).parameters)[2:]
-    options = {}
+    takes = dict(list(signature(_WEIGHTS[name]).parameters.items())[2:])
+    options: dict[str, Any] = {}
     for part in filter(None, written.split(",")):
         option, _, value = part.partition("=")
         if option not in takes:
             raise UserError(f"{spec}: {name} takes {', '.join(takes) or 'no options'}, not {option!r}.")
+        kind = type(takes[option].default)
         try:
-            options[option] = float(value)
+            options[option] = kind(value)
         except ValueError as error:
-            raise UserError(f"{spec}: {option} is a number, not {value!r}.") from error
+            raise UserError(f"{spec}: {option} is {_KINDS[kind]}, not {value!r}.") from error
         least, most = _RANGES[option]
         if not least <= options[option] <= most:
             raise UserError(f"{spec}: {option} must lie between {least:g} and {most:g}.")
@@ -161,18 +162,24 @@ class Emphasis:
         other = load_draft(Path(name), "float32") if name else draft
         return Emphasis(weights, settings.selective.share, Reference.of(other, draft))
 
-    def weigh(self, result: LossGradient, pack: Pack, lengths: Sequence[int], loss: Loss) -> LossGradient:
+    def reference_losses(self, pack: Pack, loss: Loss) -> Float[Tensor, " _"]:
+        """Return the reference's losses where the pack is read; empty without one."""
+        return torch.empty(0) if self.reference is None else self.reference.losses(pack, loss)
+
+    def weigh(
+        self, result: LossGradient, lengths: Sequence[int], reference_losses: Float[Tensor, " _"]
+    ) -> LossGradient:
         """Return losses and gradient times the weights; acceptance stays.
 
         Args:
-            result: Of the draft in training over the pack.
+            result: Of the draft in training.
             lengths: Positions of each answer, in order.
-            loss: That of the step.
+            reference_losses: Of the same positions under the same loss; empty where all are kept.
         """
         answers = zip(result.confidence.split(list(lengths)), result.acceptance.split(list(lengths)), strict=True)
         parts = [self.weights(sure, accepted) for sure, accepted in answers]
-        if self.reference is not None:
-            gaps = (result.losses - self.reference.losses(pack, loss)).split(list(lengths))
+        if len(reference_losses):
+            gaps = (result.losses - reference_losses).split(list(lengths))
             parts = [part * _largest(gap, self.share) for part, gap in zip(parts, gaps, strict=True)]
         return result.scaled(torch.cat([_averaging_one(part) for part in parts]))
 
@@ -207,4 +214,5 @@ def _calls_saved(accepted: Sequence[float], k: int) -> list[float]:
 
 
 _WEIGHTS: dict[str, PositionWeights] = {"": uniform, "decay": decay, "confidence": confidence, "reach": reach}
+_KINDS = {int: "a whole number", float: "a number"}
 _RANGES = {"rate": (0.0, 1.0), "power": (0.0, 100.0), "k": (1.0, 64.0)}

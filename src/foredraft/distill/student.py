@@ -97,7 +97,7 @@ class Student:
             result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
             if emphasis is not None:
                 lengths = [len(example.row.answer_ids) for group in part for example in group]
-                result = emphasis.weigh(result, packed, lengths, loss)
+                result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, loss))
             roots, gradients = [hidden], [result.hidden / positions]
             loss_sum += float(result.losses.sum())
             acceptance_sum += float(result.acceptance.sum())
