@@ -327,26 +327,13 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(traces: list[Trace], tmp_p
         _trained(traces, tmp_path / "work", Draft(model))
 
 
-def test_layer_matching_across_widths_is_refused(traces: list[Trace], tmp_path: Path) -> None:
-    draft = Draft(tiny_model(num_layers=1, hidden=16))
-    with pytest.raises(ModelError, match=r"the target's have width 32, the draft's 16"):
-        _trained(traces, tmp_path / "work", draft, layer_matching=0.1)
-
-
-def test_the_schedule_warms_up_falls_to_zero_and_lets_matching_fade() -> None:
-    schedule = Schedule.of(
-        DistillStep(learning_rate=1.0, warmup=0.1, layer_matching=2.0, finish="tvd", finish_fraction=0.25)
-    )
+def test_the_schedule_warms_up_and_falls_to_zero() -> None:
+    schedule = Schedule.of(DistillStep(learning_rate=1.0, warmup=0.1, finish="tvd", finish_fraction=0.25))
     rates = [schedule.learning_rate(step / 100, 1 / 100) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert rates[10] == pytest.approx(1.0)
     assert all(left > right for left, right in pairwise(rates[10:]))
     assert 0.0 < rates[-1] < 1e-3
-    assert schedule.matching(0.0) == 2.0
-    assert schedule.matching(0.125) == pytest.approx(1.0)
-    assert schedule.matching(0.25) == schedule.matching(0.9) == 0.0
-    assert schedule.loss(0.74) is schedule.main
-    assert schedule.loss(0.75) is schedule.finish
 
 
 def test_a_temperature_without_effect_warns(caplog: pytest.LogCaptureFixture) -> None:

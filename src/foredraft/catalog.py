@@ -40,10 +40,15 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "lookup-table": "foredraft.ngram.lookup_table:load_lookup_table",
         "suffix": "foredraft.ngram.suffix:load_suffix",
     },
+    # What training makes small, as `name:option=value`: loss(law, draft_logprobs, **numbers) -> one value a position.
     "losses": {
         "forward_kl": "foredraft.distill.losses:forward_kl",
+        "soft_cross_entropy": "foredraft.distill.losses:soft_cross_entropy",
+        "reverse_kl": "foredraft.distill.losses:reverse_kl",
+        "jsd": "foredraft.distill.losses:jsd",
         "hard_cross_entropy": "foredraft.distill.losses:hard_cross_entropy",
         "tvd": "foredraft.distill.losses:total_variation",
+        "tvd_plus_plus": "foredraft.distill.losses:tvd_plus_plus",
         "lk_hybrid": "foredraft.distill.losses:lk_hybrid",
         "neg_log_acceptance": "foredraft.distill.losses:neg_log_acceptance",
     },

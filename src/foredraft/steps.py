@@ -1,8 +1,8 @@
 """The steps that a candidate is made by, and what each can be told."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from foredraft.settings import Settings
 
@@ -36,14 +36,73 @@ class LoraSettings(Settings):
     modules: list[str] = Field([], description="Names such as q_proj, down_proj; empty takes every matrix of the body.")
 
 
+def _from_number(name: str) -> BeforeValidator:
+    """Read a plain number as the settings in which only `name` is given."""
+    return BeforeValidator(lambda value: {name: value} if isinstance(value, int | float) else value)
+
+
+class PhaseSettings(Settings):
+    """A part of a training with a loss of its own."""
+
+    share: float = Field(gt=0.0, le=1.0, description="Share of the steps.")
+    loss: dict[str, float] = Field(min_length=1, description="Loss names with weights.")
+    fade: float = Field(
+        0.0, ge=0.0, le=1.0, description="Share of the steps, from its start, in which the loss before it gives way."
+    )
+
+    @model_validator(mode="after")
+    def _fade_within(self) -> "PhaseSettings":
+        if self.fade > self.share:
+            raise ValueError(f"fade {self.fade:g} is longer than the phase, {self.share:g}")
+        return self
+
+
+class LayerMatchingSettings(Settings):
+    """Draw hidden states towards the target's."""
+
+    weight: float = Field(0.0, ge=0.0, description="At the start; at most 0.1 is usual.")
+    until: float = Field(0.25, gt=0.0, le=1.0, description="Share of the steps in which the weight falls to 0.")
+    distance: Literal["normalised_mse", "mse", "cosine"] = Field(
+        "normalised_mse", description="Of states behind a layer; states of another width are projected first."
+    )
+    layers: dict[int, int] = Field({}, description="Draft layer: target layer, from 0; empty spreads them evenly.")
+
+
+class AttentionMatchingSettings(Settings):
+    """Draw attention towards the target's."""
+
+    weight: float = Field(0.0, ge=0.0, description="At the start; at most 0.1 is usual.")
+    until: float = Field(0.25, gt=0.0, le=1.0, description="Share of the steps in which the weight falls to 0.")
+    layers: dict[int, int] = Field({}, description="Draft layer: target layer, from 0; empty matches the last ones.")
+
+
+class SelectiveSettings(Settings):
+    """Learn only from the tokens with most to learn."""
+
+    share: float = Field(1.0, gt=0.0, le=1.0, description="Share of each answer's tokens that is kept.")
+    reference: str = Field("", description="Draft folder to compare with; empty: the draft before this training.")
+
+
 class DistillStep(Settings):
     """Teach the draft the target's law on the target's own answers."""
 
     loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
     finish: str = Field("", description="Loss of the last part of training; empty keeps `loss` to the end.")
     finish_fraction: float = Field(0.3, ge=0.0, le=1.0, description="Share of the steps under `finish`.")
+    phases: list[PhaseSettings] = Field([], description="Instead of loss and finish: parts of the training, in order.")
     temperature: float = Field(1.0, gt=0.0, description="Softens both laws in forward_kl; scaled by its square.")
-    layer_matching: float = Field(0.0, ge=0.0, description="Weight of hidden-state matching, decayed to zero.")
+    layer_matching: Annotated[LayerMatchingSettings, _from_number("weight")] = Field(
+        LayerMatchingSettings(), description="Matching of hidden states; a number is its weight."
+    )
+    attention_matching: Annotated[AttentionMatchingSettings, _from_number("weight")] = Field(
+        AttentionMatchingSettings(), description="Matching of attention; a number is its weight."
+    )
+    position_weights: str = Field(
+        "", description="What an answer's tokens weigh: decay:rate=0.99, confidence:power=1 or reach:k=4; empty: all 1."
+    )
+    selective: Annotated[SelectiveSettings, _from_number("share")] = Field(
+        SelectiveSettings(), description="Selective tokens; a number is the share that is kept."
+    )
     tokens: int = Field(100_000, ge=1, description="Answer positions trained on, repeats included.")
     batch_tokens: int = Field(256, ge=1, description="Answer positions in one optimizer step, about.")
     learning_rate: float = Field(6e-4, gt=0.0)
@@ -72,6 +131,31 @@ class DistillStep(Settings):
     )
     checkpoint_every: float = Field(20.0, gt=0.0, description="Seconds between points a killed run resumes from.")
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _phases_fill_the_training(self) -> "DistillStep":
+        if not self.phases:
+            return self
+        if {"loss", "finish", "finish_fraction"} & self.model_fields_set:
+            raise ValueError("phases take the place of loss, finish and finish_fraction: give one or the other")
+        if abs((total := sum(phase.share for phase in self.phases)) - 1.0) > 1e-6:
+            raise ValueError(f"the shares of phases must add up to 1, not {total:g}")
+        if self.phases[0].fade:
+            raise ValueError("the first phase has nothing to fade from")
+        return self
+
+    @model_validator(mode="after")
+    def _head_learns_evenly(self) -> "DistillStep":
+        if self.train == "all" and (self.position_weights or self.selective.share < 1.0):
+            raise ValueError("position_weights and selective are for train: body; a head that learns takes all alike")
+        return self
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Every loss of the training as it is written, some perhaps twice."""
+        if self.phases:
+            return tuple(loss for phase in self.phases for loss in phase.loss)
+        return (*self.loss, *filter(None, [self.finish]))
 
 
 class PruneStep(Settings):

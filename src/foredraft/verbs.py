@@ -25,7 +25,9 @@ from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.processes import from_main
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
+from foredraft.distill.emphasis import read_position_weights
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.losses import read_loss
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import Distilled, distill
 from foredraft.models.causal_lm import CausalLMDrafter
@@ -215,8 +217,9 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
         case "wrap":
             _wrapper(step.settings)
         case "distill":
-            for loss in filter(None, (*step.settings.loss, step.settings.finish)):
-                resolve("losses", loss)
+            for loss in step.settings.losses:
+                read_loss(loss)
+            read_position_weights(step.settings.position_weights)
 
 
 def needs_building(kind: str) -> bool:

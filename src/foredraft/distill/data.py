@@ -74,8 +74,12 @@ def event_law(row: TraceRow, row_of_token: Int[Tensor, " vocab"]) -> EventLaw:
     """Return the stored law at each answer token over the rows of a draft's head.
 
     An emitted token that is not among the stored ones takes the place of the least probable of them,
-    whose mass goes to the tail.
+    whose mass goes to the tail. Where none is stored it is the only event.
     """
+    if not row.top_ids.shape[1]:
+        probs = row.logprobs.exp()
+        events = torch.stack([probs, (1.0 - probs).clamp(min=0.0)], -1)
+        return EventLaw(row_of_token[row.answer_ids][:, None], events, torch.zeros_like(row.answer_ids))
     token_ids, probs, tail = row.top_ids.long(), row.top_logprobs.float().exp(), row.tail_mass.clone()
     hits = token_ids == row.answer_ids[:, None]
     missed = ~hits.any(-1)

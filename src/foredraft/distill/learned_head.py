@@ -4,15 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from foredraft.distill.losses import UNSAYABLE, EventLaw, Loss, LossGradient, acceptance
-
-_ABSENT = -1e30
+from foredraft.distill.losses import UNSAYABLE, EventLaw, Laws, Loss, LossGradient, acceptance
+from foredraft.distill.losses.law import ABSENT
 
 
 def learned_head_losses(
     hidden: Float[Tensor, "positions hidden"],
     head: Float[Tensor, "rows hidden"],
-    laws: EventLaw,
+    laws: Laws,
     loss: Loss,
     positions: float,
     chunk: int = 256,
@@ -21,7 +20,7 @@ def learned_head_losses(
 
     Holds a few times [chunk, rows].
     """
-    losses, accepted, gradients = [], [], []
+    losses, accepted, confidence, gradients = [], [], [], []
     for start in range(0, len(laws), chunk):
         part = hidden[start : start + chunk].detach().requires_grad_()
         law = laws[start : start + chunk]
@@ -31,15 +30,16 @@ def learned_head_losses(
         head.grad = of_head / positions if head.grad is None else head.grad.add_(of_head / positions)
         losses.append(some.detach())
         accepted.append(acceptance(law, draft_logprobs.detach()))
+        confidence.append(law.probs[:, : max(1, law.rows.shape[1])].amax(-1))
         gradients.append(gradient)
-    return LossGradient(torch.cat(losses), torch.cat(accepted), torch.cat(gradients))
+    return LossGradient(*map(torch.cat, (losses, accepted, confidence, gradients)))
 
 
 def _events(logits: Float[Tensor, "some rows"], law: EventLaw) -> Float[Tensor, "some events"]:
     """Return the logits of a law's events: those of its rows, and the log-sum-exp of all others."""
     sayable = law.rows != UNSAYABLE
     rows = law.rows.clamp(min=0)
-    top = logits.gather(1, rows).where(sayable, _ABSENT)
+    top = logits.gather(1, rows).where(sayable, ABSENT)
     named = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, rows, sayable)
-    tail = logits.masked_fill(named, _ABSENT).logsumexp(-1, keepdim=True)
+    tail = logits.masked_fill(named, ABSENT).logsumexp(-1, keepdim=True)
     return torch.cat([top, tail], -1)

@@ -1,65 +1,122 @@
-"""Layer matching: draw the draft's hidden states towards the target's, layer by layer."""
+"""Matching: draw what happens inside a draft towards what happens inside the target, which runs live for it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
-from foredraft.distill.packed import run_body
+from foredraft.distill.attention_matching import AttentionMatching
+from foredraft.distill.layer_matching import LayerMatching, projections
 from foredraft.distill.packing import Pack
+from foredraft.distill.seeing import Asked, Seen, look
+from foredraft.steps import DistillStep
+
+
+@runtime_checkable
+class Term(Protocol):
+    """One thing that is matched."""
+
+    @property
+    def asks_draft(self) -> Asked: ...
+
+    @property
+    def asks_target(self) -> Asked: ...
+
+    def losses(self, here: Seen, there: Seen, pack: Pack) -> Float[Tensor, " positions"]:
+        """Return how far the draft, `here`, is from the target, at each position that the pack is read at."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMatching:
-    """A target, and which of its states each layer of a draft is drawn to.
+class Weighted:
+    """A term, its weight at the start, and the share of the steps in which that falls to 0."""
+
+    term: Term
+    weight: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """Everything that is matched with one target.
 
     Attributes:
-        target: Run live on the same text, without a gradient.
-        layers: For each layer of the draft the number of target layers behind which the state is taken.
+        target: Runs without a gradient.
+        terms: With their weights.
+        weights: What is trained for it beside the draft and thrown away, by name.
     """
 
     target: PreTrainedModel
-    layers: tuple[int, ...]
+    terms: tuple[Weighted, ...]
+    weights: Mapping[str, nn.Parameter]
 
     @staticmethod
-    def even(target: PreTrainedModel, draft: PreTrainedModel) -> "LayerMatching":
-        """Return the matching that puts layer i of n behind i/n of the target's depth, rounded up.
+    def of(target: PreTrainedModel, draft: PreTrainedModel, settings: DistillStep) -> "Matching":
+        """Return what the settings ask for; no terms where they ask for nothing.
 
         Raises:
-            ModelError: the two have hidden states of different width.
+            ModelError: a layer that one of the two does not have.
         """
-        deep, shallow = target.config.get_text_config(), draft.config.get_text_config()
-        if deep.hidden_size != shallow.hidden_size:
-            raise ModelError(
-                f"layer_matching compares hidden states: the target's have width {deep.hidden_size}, the draft's "
-                f"{shallow.hidden_size}. Set layer_matching to 0."
-            )
-        num_layers = shallow.num_hidden_layers
-        return LayerMatching(
-            target, tuple(-(-layer * deep.num_hidden_layers // num_layers) for layer in range(1, num_layers + 1))
+        terms: list[Weighted] = []
+        trained: dict[str, nn.Parameter] = {}
+        if settings.layer_matching.weight:
+            step = settings.layer_matching
+            pairs = _pairs("layer_matching", step.layers or _spread(target, draft), target, draft)
+            trained = projections(target, draft, pairs, settings.seed)
+            terms.append(Weighted(LayerMatching(pairs, step.distance, trained), step.weight, step.until))
+        if settings.attention_matching.weight:
+            attention = settings.attention_matching
+            last = {_depth(draft) - 1: _depth(target) - 1}
+            pairs = _pairs("attention_matching", attention.layers or last, target, draft)
+            terms.append(Weighted(AttentionMatching(pairs), attention.weight, attention.until))
+        return Matching(target, tuple(terms), trained)
+
+    def at(self, share: float) -> "Matching | None":
+        """Return it as it is after that share of the steps, weights fallen linearly; None where nothing is left."""
+        left = tuple(
+            replace(part, weight=part.weight * (1.0 - share / part.until)) for part in self.terms if share < part.until
         )
+        return replace(self, terms=left) if left else None
 
-    def losses(self, states: Sequence[Float[Tensor, "1 tokens hidden"]], pack: Pack) -> Float[Tensor, " positions"]:
-        """Return the mean squared difference of normalised states where the pack is read, averaged over layers.
+    @property
+    def asks_draft(self) -> Asked:
+        """What must be seen of the draft."""
+        return _together(part.term.asks_draft for part in self.terms)
 
-        In [0, 4], 0 only for states of equal direction.
-
-        Args:
-            states: The draft's: embeddings, then behind each layer, the last one behind the final norm.
-            pack: What the draft read.
-        """
+    def losses(self, here: Seen, pack: Pack) -> Float[Tensor, " positions"]:
+        """Return the weighted sum of all terms where the pack is read."""
         with torch.no_grad():
-            there = run_body(self.target, pack, output_hidden_states=True).hidden_states
-        differences = [
-            (_normalised(here[0, pack.read]) - _normalised(there[layer][0, pack.read].float())).square().mean(-1)
-            for here, layer in zip(states[1:], self.layers, strict=True)
-        ]
-        return torch.stack(differences).mean(0)
+            there = look(self.target, pack, _together(part.term.asks_target for part in self.terms))
+        return torch.stack([part.weight * part.term.losses(here, there, pack) for part in self.terms]).sum(0)
 
 
-def _normalised(state: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions hidden"]:
-    return state * state.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+def _together(asked: Iterable[Asked]) -> Asked:
+    everything = list(asked)
+    return Asked(any(one.states for one in everything), frozenset().union(*(one.attention for one in everything)))
+
+
+def _depth(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def _spread(target: PreTrainedModel, draft: PreTrainedModel) -> dict[int, int]:
+    """Return the map that puts draft layer i of n, from 1, at i/n of the target's depth, rounded up."""
+    deep, shallow = _depth(target), _depth(draft)
+    return {layer: -(-(layer + 1) * deep // shallow) - 1 for layer in range(shallow)}
+
+
+def _pairs(
+    name: str, layers: Mapping[int, int], target: PreTrainedModel, draft: PreTrainedModel
+) -> tuple[tuple[int, int], ...]:
+    for model, numbers, who in ((draft, layers.keys(), "draft"), (target, layers.values(), "target")):
+        outside = [number for number in numbers if not 0 <= number < _depth(model)]
+        if outside:
+            raise ModelError(
+                f"{name}.layers: the {who} has layers 0 to {_depth(model) - 1}, not {', '.join(map(str, outside))}. "
+                "Write draft layer: target layer."
+            )
+    return tuple(sorted(layers.items()))

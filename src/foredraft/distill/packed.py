@@ -1,6 +1,6 @@
 """Run a transformers model over packed text, through its pluggable attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,9 @@ from foredraft.distill.packing import Pack, Row
 
 _NAME = "foredraft_packed"
 
+# Is shown the layer's number, queries and keys of each group as [1, heads, tokens, width], its masks, and the scale.
+Watch = Callable[[int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], float | None], None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
@@ -24,18 +27,27 @@ class _Reading:
     Attributes:
         row: What is read.
         stems: For each attention module the keys and values of each group's stem; the first pass fills it.
+        watch: Called by every layer.
     """
 
     row: Row
     stems: dict[nn.Module, list[tuple[Tensor, Tensor]]]
+    watch: Watch | None = None
 
 
-def run_body(model: PreTrainedModel, pack: Pack, body: Callable[..., Any] | None = None, **options: Any) -> Any:
+def run_body(
+    model: PreTrainedModel,
+    pack: Pack,
+    watch: Watch | None = None,
+    body: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Any:
     """Return the output of the model's body over the branches of a pack; `options` as of its forward.
 
     The stems are read first, without a gradient; embeddings get one only if they ask for it.
 
     Args:
+        watch: Sees the attention of the branches, with its gradient.
         body: Runs the model's body, where that is not the model's own base_model.
 
     Raises:
@@ -47,7 +59,7 @@ def run_body(model: PreTrainedModel, pack: Pack, body: Callable[..., Any] | None
         if len(pack.stems):
             with torch.no_grad():
                 _run(model, body, _Reading(pack.stems, stems))
-        return _run(model, body, _Reading(pack.branches, stems), **options)
+        return _run(model, body, _Reading(pack.branches, stems, watch), **options)
 
 
 def _run(model: PreTrainedModel, body: Callable[..., Any], reading: _Reading, **options: Any) -> Any:
@@ -100,6 +112,8 @@ def _attend(
         )
     else:
         reading.stems[module] = list(zip(keys, values, strict=True))
+    if reading.watch is not None:
+        reading.watch(module.layer_idx, queries, keys, row.masks, scaling)
     outputs = [
         scaled_dot_product_attention(some_queries, some_keys, some_values, attn_mask=mask, scale=scaling)
         for some_queries, some_keys, some_values, mask in zip(queries, keys, values, row.masks, strict=True)

@@ -1,15 +1,23 @@
-"""What changes in the course of a training: the loss, the learning rate and the weight of layer matching."""
+"""What changes in the course of a training: the loss and the learning rate."""
 
 import logging
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
-from foredraft.distill.losses import Loss, takes_temperature, weighted_loss
-from foredraft.steps import DistillStep
+from foredraft.distill.losses import Loss, summed, takes_temperature, weighted_loss
+from foredraft.steps import DistillStep, PhaseSettings
 
 _log = logging.getLogger(__name__)
 
-_MATCHING_SHARE = 0.25
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the training: where it starts and how long the loss before it fades, as shares of the steps."""
+
+    start: float
+    fade: float
+    loss: Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,25 +25,41 @@ class Schedule:
     """All of it by the share of the steps that are done, in [0, 1).
 
     Attributes:
-        settings: Rates, weights and shares.
-        main, finish: The loss of the first steps, and of the last `settings.finish_fraction` of them.
+        settings: Rates and shares.
+        phases: In order; the first starts at 0.
     """
 
     settings: DistillStep
-    main: Loss
-    finish: Loss
+    phases: tuple[Phase, ...]
 
     @staticmethod
     def of(settings: DistillStep) -> "Schedule":
-        finish = {settings.finish: 1.0} if settings.finish else settings.loss
-        if settings.temperature != 1.0 and not any(map(takes_temperature, (*settings.loss, *finish))):
+        """Read what the settings say of losses.
+
+        Raises:
+            UnknownNameError: a loss that the catalog does not know.
+            UserError: a loss does not take such an option.
+        """
+        if settings.temperature != 1.0 and not any(map(takes_temperature, settings.losses)):
             _log.warning("temperature %g has no effect: no loss of this training softens laws.", settings.temperature)
+        parts = _parts(settings)
+        starts = accumulate((part.share for part in parts[:-1]), initial=0.0)
         return Schedule(
-            settings, weighted_loss(settings.loss, settings.temperature), weighted_loss(finish, settings.temperature)
+            settings,
+            tuple(
+                Phase(start, part.fade, weighted_loss(part.loss, settings.temperature))
+                for start, part in zip(starts, parts, strict=True)
+            ),
         )
 
     def loss(self, share: float) -> Loss:
-        return self.main if share < 1.0 - self.settings.finish_fraction else self.finish
+        """Return the loss of a step: its phase's, or while that fades in a linear mixture with the one before."""
+        index = max(index for index, phase in enumerate(self.phases) if phase.start <= share)
+        phase = self.phases[index]
+        if share - phase.start >= phase.fade:
+            return phase.loss
+        here = (share - phase.start) / phase.fade
+        return summed([(1.0 - here, self.phases[index - 1].loss), (here, phase.loss)])
 
     def learning_rate(self, share: float, first: float) -> float:
         """Rise linearly over the warm-up from its `first` share, then fall as a cosine towards 0."""
@@ -44,6 +68,14 @@ class Schedule:
             return self.settings.learning_rate * (share + first) / warmup
         return self.settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (share - warmup) / (1.0 - warmup)))
 
-    def matching(self, share: float) -> float:
-        """Fall linearly to 0 in the first part of the training, so that the target need not run in the rest."""
-        return self.settings.layer_matching * max(0.0, 1.0 - share / _MATCHING_SHARE)
+
+def _parts(settings: DistillStep) -> list[PhaseSettings]:
+    """Return the phases; `loss` and `finish` are the simple form of two of them."""
+    if settings.phases:
+        return settings.phases
+    if not settings.finish or settings.finish_fraction == 0.0:
+        return [PhaseSettings(share=1.0, loss=settings.loss)]
+    finish = PhaseSettings(share=settings.finish_fraction, loss={settings.finish: 1.0})
+    if settings.finish_fraction == 1.0:
+        return [finish]
+    return [PhaseSettings(share=1.0 - settings.finish_fraction, loss=settings.loss), finish]

@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from foredraft.core.errors import ModelError, RecipeError
 from foredraft.core.processes import Processes, summed
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
+from foredraft.distill.emphasis import Emphasis
 from foredraft.distill.learned_head import learned_head_losses
 from foredraft.distill.losses import Loss, loss_gradient
-from foredraft.distill.matching import LayerMatching
-from foredraft.distill.packed import packed_attention, run_body
+from foredraft.distill.matching import Matching
+from foredraft.distill.packed import packed_attention
 from foredraft.distill.packing import pack
 from foredraft.distill.parallel import Spread
+from foredraft.distill.seeing import NOTHING, look
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head
 from foredraft.models.layers import layer_stack
@@ -96,6 +98,11 @@ class Student:
     def processes(self) -> Processes:
         return self._spread.processes
 
+    def learn_beside(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Train weights that are no part of the draft with it, such as projections."""
+        self.weights |= weights
+        self._outside += weights.values()
+
     def draft(self) -> Draft:
         """Return the student as it is now as a draft, to be run and not kept."""
         return Draft(self.model, self.head_token_ids)
@@ -110,7 +117,13 @@ class Student:
             return nullcontext()
         return torch.autocast(self.model.device.type, torch.bfloat16)
 
-    def backward(self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float) -> Figures:
+    def backward(
+        self,
+        groups: Sequence[Group],
+        loss: Loss,
+        matching: Matching | None = None,
+        emphasis: Emphasis | None = None,
+    ) -> Figures:
         """Set the gradient of the mean loss over all answer positions of `groups`; return the means.
 
         On several processes each reads its share of the groups, and all get the same gradient and figures.
@@ -118,7 +131,8 @@ class Student:
         Args:
             groups: The text of one step, the same in every process.
             loss: What is made small.
-            matching: Layers to match, added with `weight`; None for none.
+            matching: What of the target to match, added to the loss; None for nothing.
+            emphasis: What each position weighs in the loss; None where all weigh the same.
         """
         for parameter in self.weights.values():
             parameter.grad = None
@@ -127,31 +141,40 @@ class Student:
         for part in self._spread.parts(groups, self._cut):
             share = positions / self._spread.factor if part.counts else float("inf")
             with self._spread.during(part), packed_attention(self.model):
-                losses, accepted = self._pass(part.groups, loss, matching, weight, share)
+                losses, accepted = self._pass(part.groups, loss, matching, emphasis, share)
             loss_sum, acceptance_sum = loss_sum + part.counts * losses, acceptance_sum + part.counts * accepted
         self._spread.average(self._outside)
         loss_sum, acceptance_sum = summed(loss_sum, acceptance_sum)
         return Figures(loss_sum / positions, acceptance_sum / positions)
 
     def _pass(
-        self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float, positions: float
+        self,
+        groups: Sequence[Group],
+        loss: Loss,
+        matching: Matching | None,
+        emphasis: Emphasis | None,
+        positions: float,
     ) -> tuple[float, float]:
         """Add the gradient of the sum of losses over `positions`; return the sums of losses and acceptance."""
         packed = pack(groups, self._row_of_token).to(self.model.device)
         with self.precision():
-            output = run_body(self.model, packed, body=self._spread.body, output_hidden_states=matching is not None)
-        hidden = output.last_hidden_state[0, packed.read].float() / packed.temperatures[:, None]
+            asked = matching.asks_draft if matching is not None else NOTHING
+            seen = look(self.model, packed, asked, self._spread.body)
+        hidden = seen.last[0, packed.read].float() / packed.temperatures[:, None]
         if self._head.requires_grad:
             result = learned_head_losses(hidden, self._head, packed.law, loss, positions)
         else:
             result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
+        if emphasis is not None:
+            lengths = [len(example.row.answer_ids) for group in groups for example in group]
+            result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, loss))
         roots, gradients = [hidden], [result.hidden / positions]
         total = float(result.losses.sum())
         if matching is not None:
-            differences = matching.losses(output.hidden_states, packed)
+            differences = matching.losses(seen, packed)
             roots.append(differences)
-            gradients.append(torch.full_like(differences, weight / positions))
-            total += weight * float(differences.detach().sum())
+            gradients.append(torch.full_like(differences, 1.0 / positions))
+            total += float(differences.detach().sum())
         torch.autograd.backward(roots, gradients)
         return total, float(result.acceptance.sum())
 

@@ -22,7 +22,9 @@ from foredraft.core.processes import from_main, processes
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.data import Group, num_positions, plan_steps, read_groups
 from foredraft.distill.divergence import DivergenceWatch
-from foredraft.distill.matching import LayerMatching
+from foredraft.distill.emphasis import Emphasis
+from foredraft.distill.limits import require_laws
+from foredraft.distill.matching import Matching
 from foredraft.distill.optimizer import Updater, clip_gradients
 from foredraft.distill.parallel import like, whole
 from foredraft.distill.resume import CurvePoint, ResumePoint, Rollback, load_point, save_point
@@ -118,12 +120,17 @@ def distill(
             target_fingerprint=target.fingerprint,
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
+    require_laws(settings.losses, traces)
     groups, held_out = hold_out(read_groups(traces), settings.validation.prompts, settings.seed)
     student = Student.of(draft, settings, processes())
+    trained = list(student.weights)
+    matching = Matching.of(target.model, student.model, settings)
+    student.learn_beside(matching.weights)
     training = _Training(
         student=student,
         schedule=Schedule.of(settings),
-        matching=LayerMatching.even(target.model, student.model) if settings.layer_matching else None,
+        matching=matching,
+        emphasis=Emphasis.of(settings, draft),
         plan=_plan(groups, settings),
         updater=Updater(settings.optimizer, student.weights, settings.weight_decay),
         validation=Validation(traces, held_out, settings.validation, settings.tokens),
@@ -131,7 +138,7 @@ def distill(
     )
     key = _key(draft, traces, settings)
     point = training.run(_start(work, key, student), lambda point: _save(point, work, key), progress)
-    best = {name: whole(point.tensors[f"{training.chosen}.{name}"]) for name in student.weights}
+    best = {name: whole(point.tensors[f"{training.chosen}.{name}"]) for name in trained}
     return Distilled(finished(draft, settings, best), point.curve, point.rollbacks, point.validations)
 
 
@@ -151,7 +158,8 @@ class _Training:
         self,
         student: Student,
         schedule: Schedule,
-        matching: LayerMatching | None,
+        matching: Matching,
+        emphasis: Emphasis | None,
         plan: Sequence[_Step],
         updater: Updater,
         validation: Validation,
@@ -160,6 +168,7 @@ class _Training:
         self._student = student
         self._schedule = schedule
         self._matching = matching
+        self._emphasis = emphasis
         self._plan = plan
         self._updater = updater
         self._validation = validation
@@ -214,9 +223,8 @@ class _Training:
         share = step / len(self._plan)
         if self._begins_a_phase(step):
             self._watch.start_over()
-        weight = self._schedule.matching(share)
         figures = self._student.backward(
-            self._plan[step].groups, self._schedule.loss(share), self._matching if weight else None, weight
+            self._plan[step].groups, self._schedule.loss(share), self._matching.at(share), self._emphasis
         )
         norm = clip_gradients(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(norm)):
