@@ -18,6 +18,9 @@ class InitStep(Settings):
 class DistillStep(Settings):
     """Teach the draft the target's law on the target's own answers."""
 
+    laws: Literal["cached", "live"] = Field(
+        "cached", description="The target's laws on answers: cached, as the trace stores them, or live, in full."
+    )
     loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
     finish: str = Field("", description="Loss of the last part of training; empty keeps `loss` to the end.")
     finish_fraction: float = Field(0.3, ge=0.0, le=1.0, description="Share of the steps under `finish`.")

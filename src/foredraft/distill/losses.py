@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -54,6 +55,20 @@ class EventLaw:
 
     def __getitem__(self, positions: slice) -> "EventLaw":
         return EventLaw(self.rows[positions], self.probs[positions], self.emitted[positions])
+
+
+@runtime_checkable
+class Laws(Protocol):
+    """The target's law at many positions, made for some of them when asked; an EventLaw is one."""
+
+    def __len__(self) -> int:
+        """Number of positions."""
+
+    def __getitem__(self, positions: slice) -> EventLaw:
+        """Return the law at a run of positions; the same one each time."""
+
+    def to(self, device: torch.device) -> "Laws":
+        """Return the same laws, given out on another device."""
 
 
 # A distance of the draft's law, given as log-probabilities of the same events, at each position.
@@ -171,7 +186,7 @@ class LossGradient:
 def loss_gradient(
     hidden: Float[Tensor, "positions hidden"],
     head: Float[Tensor, "rows hidden"],
-    law: EventLaw,
+    law: Laws,
     loss: Loss,
     chunk: int = 256,
 ) -> LossGradient:

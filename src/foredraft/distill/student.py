@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
+from foredraft.distill.live import LiveTarget, by_source, is_live
 from foredraft.distill.losses import Loss, loss_gradient
 from foredraft.distill.matching import LayerMatching
 from foredraft.distill.packed import run_body
@@ -37,6 +39,7 @@ class Student:
     Attributes:
         model: The copy.
         weights: What learns, by name.
+        row_of_token: The row of its head for each token, or UNSAYABLE.
     """
 
     def __init__(
@@ -46,8 +49,8 @@ class Student:
         frozen = {id(module.weight) for module in _embeddings(model)}
         self.model = model
         self.weights = {name: weight for name, weight in model.named_parameters() if id(weight) not in frozen}
+        self.row_of_token = row_of_token
         self._head = head
-        self._row_of_token = row_of_token
 
     @staticmethod
     def of(draft: Draft) -> "Student":
@@ -69,23 +72,32 @@ class Student:
             weight.requires_grad_()
         return student
 
-    def backward(self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float) -> Figures:
+    def backward(
+        self,
+        groups: Sequence[Group],
+        loss: Loss,
+        matching: LayerMatching | None,
+        weight: float,
+        live: LiveTarget | None = None,
+    ) -> Figures:
         """Set the gradient of the mean loss over all answer positions of `groups`; return the means.
 
         Args:
             groups: The text of one step.
             loss: What is made small.
             matching: Layers to match, added with `weight`; None for none.
+            live: Who is asked for the laws of groups that do not store them.
         """
         for parameter in self.weights.values():
             parameter.grad = None
         positions = sum(map(num_positions, groups))
         loss_sum = acceptance_sum = 0.0
-        for part in _microbatches(groups):
-            packed = pack(part, self._row_of_token).to(self.model.device)
+        for part in chain.from_iterable(map(_microbatches, by_source(groups))):
+            packed = pack(part, self.row_of_token).to(self.model.device)
+            laws = live.laws(packed) if live and is_live(part[0]) else packed.law
             output = run_body(self.model, packed, output_hidden_states=matching is not None)
             hidden = output.last_hidden_state[0, packed.read] / packed.temperatures[:, None]
-            result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
+            result = loss_gradient(hidden.detach(), self._head, laws, loss)
             roots, gradients = [hidden], [result.hidden / positions]
             loss_sum += float(result.losses.sum())
             acceptance_sum += float(result.acceptance.sum())

@@ -21,6 +21,7 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import NonFiniteError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.data import Group, num_positions, plan_steps, read_groups
+from foredraft.distill.live import LiveTarget
 from foredraft.distill.matching import LayerMatching
 from foredraft.distill.resume import CurvePoint, ResumePoint, Rollback, load_point, save_point
 from foredraft.distill.schedule import Schedule
@@ -76,7 +77,7 @@ def distill(
         draft: Any decoder that transformers runs with a replaceable attention; trained in float32.
         traces: Answers of the target, under one or several laws.
         settings: Losses, lengths and rates; see DistillStep.
-        target: Who wrote the traces. Run only where layers are matched.
+        target: Who wrote the traces. Run only where layers are matched or its laws are read live.
         work: Folder for points to resume from; `forget_points` removes it once the draft is saved.
         progress: Counts answer positions.
 
@@ -97,10 +98,13 @@ def distill(
     schedule = Schedule.of(settings)
     student = Student.of(draft)
     matching = LayerMatching.even(target.model, student.model) if settings.layer_matching else None
-    groups = read_groups(traces)
+    groups = read_groups(traces, stored_laws=settings.laws == "cached")
+    live = LiveTarget(target.model, len(target.tokenizer), student.row_of_token)
     key = _key(draft, traces, settings)
     start = load_point(work, key) or ResumePoint(0, _weights(student))
-    training = _Training(student, schedule, matching, _plan(groups, settings), _optimizer(student, settings), start)
+    training = _Training(
+        student, schedule, matching, _plan(groups, settings), _optimizer(student, settings), start, live
+    )
     point = training.run(lambda point: save_point(point, work, key), progress)
     trained = Draft(student.model.to(draft.model.dtype), draft.head_token_ids)
     return Distilled(trained, point.curve, point.rollbacks)
@@ -126,7 +130,9 @@ class _Training:
         plan: Sequence[_Step],
         optimizer: AdamW,
         start: ResumePoint,
+        live: LiveTarget,
     ) -> None:
+        self._live = live
         self._student = student
         self._schedule = schedule
         self._matching = matching
@@ -163,7 +169,7 @@ class _Training:
         share = step / len(self._plan)
         weight = self._schedule.matching(share)
         figures = self._student.backward(
-            self._plan[step].groups, self._schedule.loss(share), self._matching if weight else None, weight
+            self._plan[step].groups, self._schedule.loss(share), self._matching if weight else None, weight, self._live
         )
         norm = clip_grad_norm_(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(float(norm))):
