@@ -34,6 +34,7 @@ from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.settings import Settings
 from foredraft.steps import DistillStep, HeadStep, InitStep, LawStep, NgramStep, PruneStep, QuantizeStep, Step
+from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace
 
 _log = logging.getLogger(__name__)
@@ -56,11 +57,19 @@ def distill_draft(
     step: DistillStep,
     out: Path,
     progress: Progress = SILENT,
+    text_folder: Path | None = None,
+    held_out: Sequence[Prompt] = (),
 ) -> DraftManifest:
-    """Train a draft on the target's own answers. A killed run goes on where it was."""
+    """Train a draft on the target's own answers. A killed run goes on where it was.
+
+    Args:
+        text_folder: Where what the target says of general text is kept; left out, beside `out`.
+        held_out: Prompts that drafts are scored on, which must not be learnt from.
+    """
     before = _manifest_for(source, target)
     points = out.with_name(f".{out.name}.training")
-    distilled = distill(load_draft(source, "float32"), traces, step, target, points, progress)
+    texts = text_folder or out.with_name(f"{out.name}-text")
+    distilled = distill(load_draft(source, "float32"), traces, step, target, points, progress, texts, held_out)
     seen = before.training_tokens + distilled.training_tokens
     curve = tuple(asdict(point) for point in distilled.curve)
     manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=curve)

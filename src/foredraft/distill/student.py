@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from foredraft.core.errors import ModelError
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
 from foredraft.distill.live import LiveTarget, by_source, is_live
-from foredraft.distill.losses import Loss, loss_gradient
+from foredraft.distill.losses import Loss, loss_gradient, total_variation
 from foredraft.distill.matching import LayerMatching
 from foredraft.distill.packed import run_body
 from foredraft.distill.packing import pack
@@ -108,6 +108,14 @@ class Student:
                 loss_sum += weight * float(differences.detach().sum())
             torch.autograd.backward(roots, gradients)
         return Figures(loss_sum / positions, acceptance_sum / positions)
+
+    @torch.no_grad()
+    def acceptance(self, groups: Sequence[Group], live: LiveTarget | None = None) -> Float[Tensor, " positions"]:
+        """Return sum min(target, draft) over events at every position of groups that are packed together."""
+        packed = pack(groups, self.row_of_token).to(self.model.device)
+        laws = live.laws(packed) if live and is_live(groups[0]) else packed.law
+        hidden = run_body(self.model, packed).last_hidden_state[0, packed.read] / packed.temperatures[:, None]
+        return loss_gradient(hidden, self._head, laws, total_variation).acceptance
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,15 +21,19 @@ from foredraft.core.digest import digest_of
 from foredraft.core.errors import NonFiniteError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.data import Group, num_positions, plan_steps, read_groups
+from foredraft.distill.leaks import refuse_leaked_answers
 from foredraft.distill.live import LiveTarget
 from foredraft.distill.matching import LayerMatching
 from foredraft.distill.resume import CurvePoint, ResumePoint, Rollback, load_point, save_point
+from foredraft.distill.rollouts import OnPolicy
 from foredraft.distill.schedule import Schedule
 from foredraft.distill.student import Student
+from foredraft.distill.text import Texts, gather_texts
 from foredraft.models.draft import Draft
 from foredraft.models.loading import model_fingerprint
 from foredraft.models.target import LocalTarget
 from foredraft.steps import DistillStep
+from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace, require_same
 
 _log = logging.getLogger(__name__)
@@ -67,6 +71,8 @@ def distill(
     target: LocalTarget,
     work: Path,
     progress: Progress = SILENT,
+    text_folder: Path | None = None,
+    held_out: Sequence[Prompt] = (),
 ) -> Distilled:
     """Return a trained copy of `draft`, which is left as it was.
 
@@ -80,9 +86,12 @@ def distill(
         target: Who wrote the traces. Run only where layers are matched or its laws are read live.
         work: Folder for points to resume from; `forget_points` removes it once the draft is saved.
         progress: Counts answer positions.
+        text_folder: Where what the target says of general text is kept for other trainings; left out, beside `work`.
+        held_out: Prompts that drafts are scored on, which must not be learnt from.
 
     Raises:
-        TraceError: a trace of another target or tokenizer, or without answers.
+        TraceError: a trace of another target or tokenizer, without answers, or with one to a prompt that is held out.
+        CorpusError: there is no general text where it is asked for, or prompts that are held out are in it.
         UnknownNameError: a loss that the catalog does not know.
         ModelError: the draft has nothing to train, or cannot be run on packed text.
         NonFiniteError: the loss stayed NaN or infinite after many rollbacks.
@@ -98,13 +107,17 @@ def distill(
     schedule = Schedule.of(settings)
     student = Student.of(draft)
     matching = LayerMatching.even(target.model, student.model) if settings.layer_matching else None
+    refuse_leaked_answers(traces, held_out, target.tokenizer)
     groups = read_groups(traces, stored_laws=settings.laws == "cached")
+    folder = text_folder or work.with_name(f"{work.name}-text")
+    texts = _texts(target, traces, settings, folder, held_out, progress)
+    plan = _plan(groups, settings, texts.groups)
     live = LiveTarget(target.model, len(target.tokenizer), student.row_of_token)
-    key = _key(draft, traces, settings)
+    key = _key(draft, traces, settings, texts)
     start = load_point(work, key) or ResumePoint(0, _weights(student))
-    training = _Training(
-        student, schedule, matching, _plan(groups, settings), _optimizer(student, settings), start, live
-    )
+    on_policy = _on_policy(draft, target, settings, len(plan))
+    optimizer = _optimizer(student, settings)
+    training = _Training(student, schedule, matching, plan, optimizer, start, live, on_policy)
     point = training.run(lambda point: save_point(point, work, key), progress)
     trained = Draft(student.model.to(draft.model.dtype), draft.head_token_ids)
     return Distilled(trained, point.curve, point.rollbacks)
@@ -131,8 +144,10 @@ class _Training:
         optimizer: AdamW,
         start: ResumePoint,
         live: LiveTarget,
+        on_policy: OnPolicy | None,
     ) -> None:
         self._live = live
+        self._on_policy = on_policy
         self._student = student
         self._schedule = schedule
         self._matching = matching
@@ -168,8 +183,11 @@ class _Training:
     def _step(self, step: int, clock: float) -> None:
         share = step / len(self._plan)
         weight = self._schedule.matching(share)
+        groups: Sequence[Group] = self._plan[step].groups
+        if self._on_policy is not None:
+            groups = self._on_policy.groups(step, groups, self._student, self._live)
         figures = self._student.backward(
-            self._plan[step].groups, self._schedule.loss(share), self._matching if weight else None, weight, self._live
+            groups, self._schedule.loss(share), self._matching if weight else None, weight, self._live
         )
         norm = clip_grad_norm_(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(float(norm))):
@@ -229,10 +247,32 @@ class _Training:
         )
 
 
-def _plan(groups: Sequence[Group], settings: DistillStep) -> list[_Step]:
+def _texts(
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    settings: DistillStep,
+    folder: Path,
+    held_out: Sequence[Prompt],
+    progress: Progress,
+) -> Texts:
+    if settings.text is None:
+        return Texts()
+    positions = math.ceil(settings.text.share * settings.tokens)
+    return gather_texts(target, settings.text, traces[0].info.stored_law, positions, folder, held_out, progress)
+
+
+def _on_policy(draft: Draft, target: LocalTarget, settings: DistillStep, num_steps: int) -> OnPolicy | None:
+    if settings.rollouts is None:
+        return None
+    num_tokens, stops = len(target.tokenizer), target.stop_ids
+    return OnPolicy(settings.rollouts, num_steps, settings.seed, draft.head_token_ids, num_tokens, stops)
+
+
+def _plan(groups: Sequence[Group], settings: DistillStep, texts: Sequence[Group] = ()) -> list[_Step]:
+    every, share = (*groups, *texts), settings.text.share if settings.text else 0.0
     steps = [
-        tuple(groups[index] for index in step)
-        for step in plan_steps(groups, settings.tokens, settings.batch_tokens, settings.seed)
+        tuple(every[index] for index in step)
+        for step in plan_steps(groups, settings.tokens, settings.batch_tokens, settings.seed, texts, share)
     ]
     return [
         _Step(step, end)
@@ -250,11 +290,12 @@ def _weights(student: Student) -> dict[str, Tensor]:
     return {f"weight.{name}": weight.detach().clone() for name, weight in student.weights.items()}
 
 
-def _key(draft: Draft, traces: Sequence[Trace], settings: DistillStep) -> str:
+def _key(draft: Draft, traces: Sequence[Trace], settings: DistillStep, texts: Texts) -> str:
     return digest_of(
         [
             settings.model_dump(exclude={"checkpoint_every"}),
             [trace.digest for trace in traces],
+            texts.digest,
             model_fingerprint(draft.model),
             draft.head_token_ids.tolist(),
         ]
