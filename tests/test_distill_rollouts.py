@@ -138,9 +138,7 @@ def test_only_the_last_steps_and_only_answers_are_replaced(answers: list[Group])
     assert any(left is not right for left, right in zip(late[:24], answers, strict=True))
 
 
-def test_the_shares_of_rollouts_and_replay_are_honoured(
-    answers: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shares_of_rollouts_and_replay_are_honoured(answers: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     again = tuple(replace(one, scored=torch.tensor([0])) for one in answers[0])
     monkeypatch.setattr(rollouts, "replayed", lambda *_: again)
     monkeypatch.setattr(rollouts, "write_branches", lambda *given: [torch.tensor([1])] * len(given[3]))
@@ -173,7 +171,8 @@ def test_positions_are_drawn_again_by_how_likely_they_are_rejected(
 def test_acceptance_is_that_of_the_live_law_where_none_is_stored(answers: list[Group]) -> None:
     student, (example,) = _student(), answers[0]
     bare = replace(example.row, top_ids=example.row.top_ids[:, :0], top_logprobs=example.row.top_logprobs[:, :0])
-    asked = student.acceptance([(replace(example, row=bare),)], LiveTarget(tiny_model(), 272, ALL))
+    student.live = LiveTarget(tiny_model(), 272, ALL)
+    asked = student.acceptance([(replace(example, row=bare),)])
     stored, tail = student.acceptance([answers[0]]), pack([answers[0]], ALL).law.probs[:, -1]
     assert bool((asked <= stored + 2e-3).all())
     assert bool((asked >= stored - tail - 2e-3).all())

@@ -131,7 +131,8 @@ def test_every_window_begins_as_the_tokenizer_begins_texts() -> None:
 def _gradient(groups: list[Group]) -> dict[str, torch.Tensor]:
     """The sum over positions, not the mean."""
     student = Student.of(init_from_target(tiny_model(), range(1), NO_IDS))
-    student.backward(groups, forward_kl, None, 0.0, LiveTarget(tiny_model(), 259, ALL))
+    student.live = LiveTarget(tiny_model(), 259, ALL)
+    student.backward(groups, forward_kl, None, 0.0)
     count = sum(map(num_positions, groups))
     return {name: weight.grad * count for name, weight in student.weights.items()}
 
@@ -250,7 +251,9 @@ def test_a_few_shared_words_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
     quote = Document("-", " ".join(QUESTION.split()[:14]))
     with caplog.at_level(logging.WARNING):
         assert without_leaks([quote], _prompts(QUESTION), drop=False) == [quote]
-    assert "1 evaluation prompts share a few sequences of 13 words with the text; the most is 20 % of one" in caplog.text
+    assert (
+        "1 evaluation prompts share a few sequences of 13 words with the text; the most is 20 % of one" in caplog.text
+    )
 
 
 def test_an_evaluation_prompt_in_the_training_trace_is_refused(tmp_path: Path) -> None:

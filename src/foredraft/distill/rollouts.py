@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from foredraft.core.digest import digest_of
 from foredraft.core.law import SamplingLaw, law_probs, sample_indices
 from foredraft.distill.data import Group
-from foredraft.distill.live import LiveTarget
 from foredraft.distill.student import Student
 from foredraft.models.head import NO_IDS, Head
 from foredraft.models.kv_cache import KeyValueCache
@@ -57,26 +56,20 @@ class OnPolicy:
         self._num_tokens = num_tokens
         self._stop_ids = tuple(stop_ids)
 
-    def groups(
-        self, step: int, planned: Sequence[Group], student: Student, live: LiveTarget | None = None
-    ) -> list[Group]:
-        """Return what step number `step` trains on in the place of what was planned for it.
-
-        Args:
-            live: Who is asked for laws that are not stored, where positions are drawn again.
-        """
+    def groups(self, step: int, planned: Sequence[Group], student: Student) -> list[Group]:
+        """Return what step number `step` trains on in the place of what was planned for it."""
         if step < self.first_step:
             return list(planned)
         generator = torch.Generator().manual_seed(int(digest_of([self._seed, step]), 16) >> 1)
-        return [self._group(group, student, live, generator) for group in planned]
+        return [self._group(group, student, generator) for group in planned]
 
-    def _group(self, group: Group, student: Student, live: LiveTarget | None, generator: torch.Generator) -> Group:
+    def _group(self, group: Group, student: Student, generator: torch.Generator) -> Group:
         chance = float(torch.rand((), generator=generator, dtype=torch.float64))
         if not group[0].is_targets or chance >= self.settings.share + self.settings.replay:
             return group
         if chance < self.settings.share:
             return self._rollouts(group, student, generator)
-        return replayed(group, student, generator, live)
+        return replayed(group, student, generator)
 
     def _rollouts(self, group: Group, student: Student, generator: torch.Generator) -> Group:
         """Return continuations of beginnings of one of the answers, as many tokens of them as the group has."""
@@ -144,12 +137,12 @@ def write_branches(
     return _until_stop(torch.stack(written, 1), stop_ids)
 
 
-def replayed(group: Group, student: Student, generator: torch.Generator, live: LiveTarget | None = None) -> Group:
+def replayed(group: Group, student: Student, generator: torch.Generator) -> Group:
     """Return the same answers with as many positions as before, drawn by how likely the draft is rejected there.
 
     P(rejected) is 1 - sum min(target, draft) over events. Where the draft is never rejected the group is left as it is.
     """
-    chances = (1.0 - student.acceptance([group], live)).clamp(min=0.0)
+    chances = (1.0 - student.acceptance([group])).clamp(min=0.0)
     if not bool(chances.sum() > 0):
         return group
     drawn = torch.multinomial(chances.cpu(), len(chances), replacement=True, generator=generator).sort().values

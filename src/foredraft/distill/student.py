@@ -11,13 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foredraft.core.errors import ModelError
+from foredraft.core.errors import ModelError, TraceError
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
 from foredraft.distill.live import LiveTarget, by_source, is_live
-from foredraft.distill.losses import Loss, loss_gradient, total_variation
+from foredraft.distill.losses import Laws, Loss, loss_gradient, total_variation
 from foredraft.distill.matching import LayerMatching
 from foredraft.distill.packed import run_body
-from foredraft.distill.packing import pack
+from foredraft.distill.packing import Pack, pack
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head
 
@@ -40,6 +40,7 @@ class Student:
         model: The copy.
         weights: What learns, by name.
         row_of_token: The row of its head for each token, or UNSAYABLE.
+        live: Who is asked for laws that are not stored; None for nobody.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Student:
         self.model = model
         self.weights = {name: weight for name, weight in model.named_parameters() if id(weight) not in frozen}
         self.row_of_token = row_of_token
+        self.live: LiveTarget | None = None
         self._head = head
 
     @staticmethod
@@ -72,21 +74,13 @@ class Student:
             weight.requires_grad_()
         return student
 
-    def backward(
-        self,
-        groups: Sequence[Group],
-        loss: Loss,
-        matching: LayerMatching | None,
-        weight: float,
-        live: LiveTarget | None = None,
-    ) -> Figures:
+    def backward(self, groups: Sequence[Group], loss: Loss, matching: LayerMatching | None, weight: float) -> Figures:
         """Set the gradient of the mean loss over all answer positions of `groups`; return the means.
 
         Args:
             groups: The text of one step.
             loss: What is made small.
             matching: Layers to match, added with `weight`; None for none.
-            live: Who is asked for the laws of groups that do not store them.
         """
         for parameter in self.weights.values():
             parameter.grad = None
@@ -94,7 +88,7 @@ class Student:
         loss_sum = acceptance_sum = 0.0
         for part in chain.from_iterable(map(_microbatches, by_source(groups))):
             packed = pack(part, self.row_of_token).to(self.model.device)
-            laws = live.laws(packed) if live and is_live(part[0]) else packed.law
+            laws = self._laws(part, packed)
             output = run_body(self.model, packed, output_hidden_states=matching is not None)
             hidden = output.last_hidden_state[0, packed.read] / packed.temperatures[:, None]
             result = loss_gradient(hidden.detach(), self._head, laws, loss)
@@ -110,12 +104,22 @@ class Student:
         return Figures(loss_sum / positions, acceptance_sum / positions)
 
     @torch.no_grad()
-    def acceptance(self, groups: Sequence[Group], live: LiveTarget | None = None) -> Float[Tensor, " positions"]:
+    def acceptance(self, groups: Sequence[Group]) -> Float[Tensor, " positions"]:
         """Return sum min(target, draft) over events at every position of groups that are packed together."""
         packed = pack(groups, self.row_of_token).to(self.model.device)
-        laws = live.laws(packed) if live and is_live(groups[0]) else packed.law
+        laws = self._laws(groups, packed)
         hidden = run_body(self.model, packed).last_hidden_state[0, packed.read] / packed.temperatures[:, None]
         return loss_gradient(hidden, self._head, laws, total_variation).acceptance
+
+    def _laws(self, groups: Sequence[Group], packed: Pack) -> Laws:
+        """Return the laws of groups that are all stored or all asked for."""
+        if not is_live(groups[0]):
+            return packed.law
+        if self.live is None:
+            raise TraceError(
+                "These answers store no laws, and there is no target to ask: collect a trace with top: 64."
+            )
+        return self.live.laws(packed)
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:

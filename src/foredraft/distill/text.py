@@ -96,11 +96,12 @@ def gather_texts(
         path = folder / digest_of(asdict(info))[:8]
         trace = keep_texts(target, documents, settings, info, positions, path, progress)
         return Texts(_groups(trace.rows(), law), trace.digest)
-    rows, found = [], 0
-    for window in cut(documents, target.tokenizer, settings):
-        if found < positions:
-            rows.append(window.row())
-            found += len(window.token_ids) - 1
+    windows = cut(documents, target.tokenizer, settings)
+    rows: list[TraceRow] = []
+    # As many as there are in the shards of what would be kept.
+    for start in range(0, len(windows), _SHARD_WINDOWS):
+        if sum(len(row.answer_ids) for row in rows) < positions:
+            rows += [window.row() for window in windows[start : start + _SHARD_WINDOWS]]
     return Texts(_groups(rows, law), digest_of([asdict(info), len(rows)]))
 
 

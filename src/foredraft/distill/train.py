@@ -112,12 +112,12 @@ def distill(
     folder = text_folder or work.with_name(f"{work.name}-text")
     texts = _texts(target, traces, settings, folder, held_out, progress)
     plan = _plan(groups, settings, texts.groups)
-    live = LiveTarget(target.model, len(target.tokenizer), student.row_of_token)
+    student.live = LiveTarget(target.model, len(target.tokenizer), student.row_of_token)
     key = _key(draft, traces, settings, texts)
     start = load_point(work, key) or ResumePoint(0, _weights(student))
     on_policy = _on_policy(draft, target, settings, len(plan))
     optimizer = _optimizer(student, settings)
-    training = _Training(student, schedule, matching, plan, optimizer, start, live, on_policy)
+    training = _Training(student, schedule, matching, plan, optimizer, start, on_policy)
     point = training.run(lambda point: save_point(point, work, key), progress)
     trained = Draft(student.model.to(draft.model.dtype), draft.head_token_ids)
     return Distilled(trained, point.curve, point.rollbacks)
@@ -143,10 +143,8 @@ class _Training:
         plan: Sequence[_Step],
         optimizer: AdamW,
         start: ResumePoint,
-        live: LiveTarget,
         on_policy: OnPolicy | None,
     ) -> None:
-        self._live = live
         self._on_policy = on_policy
         self._student = student
         self._schedule = schedule
@@ -185,10 +183,8 @@ class _Training:
         weight = self._schedule.matching(share)
         groups: Sequence[Group] = self._plan[step].groups
         if self._on_policy is not None:
-            groups = self._on_policy.groups(step, groups, self._student, self._live)
-        figures = self._student.backward(
-            groups, self._schedule.loss(share), self._matching if weight else None, weight, self._live
-        )
+            groups = self._on_policy.groups(step, groups, self._student)
+        figures = self._student.backward(groups, self._schedule.loss(share), self._matching if weight else None, weight)
         norm = clip_grad_norm_(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(float(norm))):
             self._roll_back(step)
