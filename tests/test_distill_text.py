@@ -26,9 +26,11 @@ from foredraft.distill.student import Student
 from foredraft.distill.text import Texts, cut, gather_texts
 from foredraft.distill.train import distill
 from foredraft.models.head import NO_IDS
+from foredraft.pool import evaluate_drafters, run_recipe
+from foredraft.recipe import parse_recipe
 from foredraft.steps import DistillStep, TextSettings
 from foredraft.trace.prompts import Prompt, parse_prompt, render
-from foredraft.trace.store import TEXT, open_trace
+from foredraft.trace.store import TEXT, absent_target, open_trace
 from tests.distilling import tiny_target, written_trace
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.traces import build_trace, folder, trace_row
@@ -281,6 +283,8 @@ from safetensors.torch import save_file
 from foredraft.distill import text, train as training
 from foredraft.distill.init import init_from_target
 from foredraft.models.head import NO_IDS
+from foredraft.pool import evaluate_drafters, run_recipe
+from foredraft.recipe import parse_recipe
 from foredraft.steps import DistillStep
 from foredraft.trace.store import open_trace
 from tests.distilling import tiny_target
@@ -354,3 +358,42 @@ def test_text_changes_what_is_learnt_and_the_identity_of_the_training(tmp_path: 
     plain, mixed, live = (model.model.norm.weight.detach() for model in weights)
     assert not torch.equal(plain, mixed)
     assert float((mixed - live).abs().max()) < 0.1 * float((plain - mixed).abs().max())
+
+
+RECIPE = """
+target: {{model: {target}, dtype: float32}}
+trace: {{prompts: [{{file: {folder}/prompts.jsonl, train: 4, eval: 2}}], laws: [{{temperature: 1}}], max_new_tokens: 8}}
+candidates:
+  one:
+    - init: {{layers: first-1}}
+    - distill: {{tokens: 60, batch_tokens: 30, text: {{files: [{text}], max_tokens: 24}}}}
+  two: [{{from: one}}, {{distill: {{tokens: 40, batch_tokens: 30, text: {{files: [{text}], max_tokens: 24}}}}}}]
+evaluate: {{num_draft_tokens: 2, audit_prompts: 0, cost_repeats: 3, criteria_answers: 0}}
+select: {{memory_fraction: 2.0}}
+export: []
+"""
+
+
+def test_candidates_of_a_recipe_share_what_the_target_said_of_text(tiny_target_folder: Path, tmp_path: Path) -> None:
+    prompts = [{"prompt": f"Tell me of {word}."} for word in ("sea", "sun", "oak", "red", "owl", "ink", "fog")]
+    corpus(tmp_path / "prompts.jsonl", prompts)
+    text = corpus(tmp_path / "text.jsonl")
+    recipe = parse_recipe(RECIPE.format(target=tiny_target_folder, folder=tmp_path, text=text))
+    out = tmp_path / "run"
+    run_recipe(recipe, out)
+    (kept,) = (out / "text").iterdir()
+    written, made = kept.stat().st_mtime_ns, set((out / "drafts").glob("*/*"))
+    run_recipe(recipe, out)
+    assert set((out / "drafts").glob("*/*")) == made
+    assert kept.stat().st_mtime_ns == written
+    with pytest.raises(TraceError, match="holds text that no target wrote: drafts learn from it, and are not scored"):
+        evaluate_drafters(absent_target([open_trace(kept)]), ["prompt-lookup"], [open_trace(kept)], tmp_path / "scores")
+    # Another text in the same file is another training.
+    corpus(text, [{"text": sentence * 2} for sentence in SENTENCES])
+    run_recipe(recipe, out)
+    assert len(set((out / "drafts").glob("*/*"))) == 2 * len(made) - 1
+    everything = corpus(tmp_path / "leak.jsonl", [{"prompt": row["prompt"], "reference": "No."} for row in prompts])
+    leaky = parse_recipe(RECIPE.format(target=tiny_target_folder, folder=tmp_path, text=everything))
+    with pytest.raises(CorpusError, match="evaluation prompts are in the text to train on"):
+        run_recipe(leaky, tmp_path / "leaky")
+    assert not (tmp_path / "leaky" / "traces").exists()

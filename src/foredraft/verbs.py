@@ -24,7 +24,9 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
+from foredraft.distill.documents import documents_digest, read_documents
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.leaks import without_leaks
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
 from foredraft.models.causal_lm import CausalLMDrafter
@@ -170,6 +172,19 @@ def learns(step: Step) -> bool:
             return step.settings.is_fitted
         case verb:
             return verb == "distill"
+
+
+def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:
+    """Return the identity of the general text that a step reads; empty where it reads none.
+
+    Raises:
+        CorpusError: there is no text, or prompts that are held out are in it.
+    """
+    if step.verb != "distill" or step.settings.text is None:
+        return []
+    settings = step.settings.text
+    documents = without_leaks(read_documents(settings), held_out, settings.leaks == "drop")
+    return [documents_digest(documents)]
 
 
 def is_reference(step: Step) -> bool:

@@ -46,7 +46,7 @@ def without_leaks(documents: Sequence[Document], prompts: Sequence[Prompt], drop
     """Return the documents that may be learnt from when `prompts` score drafts.
 
     A prompt is in the text where 30 % of its sequences of 13 words are. Fewer are warned of. Case, punctuation and
-    spacing do not count; a prompt of less than 13 words is only found as a whole document.
+    spacing do not count; a prompt of less than 13 words is only found as a whole document or message.
 
     Args:
         drop: Leave out every document that shares a sequence with a prompt, instead of refusing.
@@ -54,9 +54,11 @@ def without_leaks(documents: Sequence[Document], prompts: Sequence[Prompt], drop
     Raises:
         CorpusError: prompts are in the text; or none of it would be left.
     """
+    if not prompts:
+        return list(documents)
     owned = {prompt.id: word_sequences(prompt.text, _WORDS) for prompt in prompts}
-    every = np.unique(np.concatenate([*owned.values(), np.empty(0, np.uint64)]))
-    shared = [np.intersect1d(word_sequences(document.said, _WORDS), every) for document in documents]
+    every = np.unique(np.concatenate(list(owned.values())))
+    shared = [np.intersect1d(_sequences(document), every) for document in documents]
     kept = [document for document, hits in zip(documents, shared, strict=True) if not len(hits)]
     if len(kept) == len(documents):
         return kept
@@ -73,6 +75,12 @@ def without_leaks(documents: Sequence[Document], prompts: Sequence[Prompt], drop
     _log.warning("%d evaluation prompts share a few sequences of %d words with the text; the most is %.0f %% of one.",
                  sum(share > 0 for share in shares.values()), _WORDS, 100 * max(shares.values()))  # fmt: skip
     return list(documents)
+
+
+def _sequences(document: Document) -> Sequences:
+    """Return the word sequences of a document, and of each message as a text of its own."""
+    said = [document.said, *(str(message["content"]) for message in document.messages)]
+    return np.concatenate([word_sequences(text, _WORDS) for text in said])
 
 
 def _leak(
