@@ -182,6 +182,8 @@ def collect(
 Example:
 
     foredraft distill --target my-model --trace trace --layers first-6 --set tokens=200_000 --out draft
+
+    foredraft distill --target my-model --trace trace --set 'text.files=[wiki.jsonl]' --set text.share=0.5 --out draft
 """
 )
 def distill(
@@ -194,16 +196,21 @@ def distill(
         str, typer.Option(help="Target layers to start from: first-6, every-5, first-4+last-2, 0,1,29.")
     ] = "first-6",
     vocab: Annotated[int, typer.Option(help="Rows of the head to keep; 0 keeps all.")] = 0,
+    eval_prompts: Annotated[
+        str, typer.Option(help="JSONL of prompts that drafts are scored on: refused in what is learnt.")
+    ] = "",
     dtype: Dtype = "auto",
     adapter: Adapter = "",
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Teach a draft the target's law on the target's own answers."""
+    """Teach a draft the target's law on the target's own answers, and on general text."""
     from foredraft import verbs
     from foredraft.core.processes import join_processes
     from foredraft.recipe import settings_from
+    from foredraft.settings import PromptSource
     from foredraft.steps import DistillStep, InitStep
+    from foredraft.trace.prompts import read_prompts
 
     step = settings_from(DistillStep, overrides)
     here = join_processes()
@@ -215,7 +222,8 @@ def distill(
         draft = out.with_name(f"{out.name}-untrained")
         if not draft.exists():
             verbs.init_draft(loaded, opened, InitStep(layers=layers, vocab=vocab), draft)
-    written = verbs.distill_draft(draft, loaded, opened, step, out, _progress())
+    held_out = read_prompts(PromptSource(file=eval_prompts)) if eval_prompts else []
+    written = verbs.distill_draft(draft, loaded, opened, step, out, _progress(), held_out=held_out)
     verbs.dismiss_helpers()
     _print_draft(out, written, as_json)
 

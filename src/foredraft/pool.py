@@ -79,6 +79,7 @@ def run_recipe(
     for steps in recipe.candidates.values():
         for step in steps:
             verbs.refuse_impossible(step, target)
+            verbs.text_keys(step, prompts.eval)
     for runtime in recipe.export:
         resolve("exporters", runtime)
     report = _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
@@ -147,11 +148,13 @@ class _Run:
         self.trust_remote_code = trust_remote_code
         self._writer = _writer(target, recipe.trace)
         self._made: dict[str, Made] = {}
+        self._held_out: Sequence[Prompt] = ()
         self._stage_number = 0
 
     def finish(self, prompts: Split) -> dict[str, Any]:
         if not prompts.train and (learner := self._first_learner()):
             raise UserError(f"Candidate {learner} learns from answers: ask for prompts to train on (train: 100, say).")
+        self._held_out = prompts.eval
         train, held_out = self._traces("train", prompts.train), self._traces("eval", prompts.eval)
         for name in self.recipe.candidates:
             self._make(name, train)
@@ -219,13 +222,15 @@ class _Run:
             return Made(f"{made.spec}+{step.settings}", digest_of([made.key, step.settings]))
         source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
-            "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
+            "distill": lambda out: verbs.distill_draft(
+                source, self.target, train, settings, out, progress, self.workspace.root / "text", self._held_out
+            ),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }
-        learnt = _keys(train) if verbs.learns(step) else []
+        learnt = [*_keys(train), *verbs.text_keys(step, self._held_out)] if verbs.learns(step) else []
         return self._stage(name, step, digest_of([made.key, *learnt]), make[step.verb])
 
     def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:

@@ -31,7 +31,7 @@ from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
 from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
 from foredraft.settings import EvaluateSettings, SelectSettings
-from foredraft.trace.store import Trace, require_same
+from foredraft.trace.store import TEXT, Trace, require_same
 from foredraft.workspace import Workspace
 
 _TIMING_TOKENS = 256
@@ -72,6 +72,8 @@ def evaluate(
     if not traces:
         raise TraceError("There is no text to score on: ask for evaluation prompts (trace.prompts[].eval in a recipe).")
     for trace in traces:
+        if trace.info.provenance == TEXT:
+            raise TraceError(f"{trace.path} holds text that no target wrote: drafts learn from it, and are not scored.")
         require_same(
             trace,
             f"the target {target.name}",

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from foredraft.settings import Settings
+from foredraft.settings import LawSettings, Settings
 
 
 class InitStep(Settings):
@@ -83,9 +83,66 @@ class SelectiveSettings(Settings):
     reference: str = Field("", description="Draft folder to compare with; empty: the draft before this training.")
 
 
+class TextSettings(Settings):
+    """General text mixed into a training. The target reads it, and decodes nothing."""
+
+    files: list[str] = Field(
+        [],
+        description="JSONL with text, prompt and reference, or messages, packed by gzip or not; any other file is one "
+        "text.",
+    )
+    dataset: str = Field("", description="A `datasets` id or folder, instead of files.")
+    split: str = Field("train", description="Split of the dataset.")
+    share: float = Field(0.3, gt=0.0, lt=1.0, description="Share of the positions trained on.")
+    max_tokens: int = Field(256, ge=2, description="Longest window that a document is cut into, in tokens.")
+    tokens: int = Field(
+        0, ge=0, description="Positions of text read at most, and then repeated; 0: as many as the training asks for."
+    )
+    law: LawSettings | None = Field(None, description="Law that is taught on text; left out, that of the first trace.")
+    laws: Literal["cached", "live"] = Field(
+        "cached", description="cached: the target reads it once, for all candidates and epochs; live: at each step."
+    )
+    top: int = Field(64, ge=1, description="cached: most probable tokens kept for each position.")
+    leaks: Literal["refuse", "drop"] = Field(
+        "refuse", description="What becomes of documents that hold an evaluation prompt."
+    )
+    seed: int = Field(0, description="Draws which windows come first.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "TextSettings":
+        if bool(self.files) == bool(self.dataset):
+            raise ValueError("give either files or dataset")
+        return self
+
+
+class RolloutSettings(Settings):
+    """What the last part of a training adds to answers: the draft's own continuations, and where it is rejected."""
+
+    fraction: float = Field(0.2, gt=0.0, le=1.0, description="Share of the steps, the last ones.")
+    share: float = Field(
+        0.5, ge=0.0, le=1.0, description="Share of the prompts of those steps whose answers the draft goes on with."
+    )
+    max_new_tokens: int = Field(16, ge=1, description="Tokens that the draft writes in a row; a block is no longer.")
+    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="Of the law it writes under; 0 is greedy.")
+    replay: float = Field(
+        0.0, ge=0.0, le=1.0, description="Share of the prompts whose positions are drawn again by P(rejected)."
+    )
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> "RolloutSettings":
+        if not 0.0 < self.share + self.replay <= 1.0:
+            raise ValueError("share and replay together must lie above 0 and not above 1")
+        return self
+
+
 class DistillStep(Settings):
     """Teach the draft the target's law on the target's own answers."""
 
+    laws: Literal["cached", "live"] = Field(
+        "cached", description="The target's laws on answers: cached, as the trace stores them, or live, in full."
+    )
+    text: TextSettings | None = Field(None, description="General text mixed in; left out, none.")
+    rollouts: RolloutSettings | None = Field(None, description="On-policy text at the end; left out, none.")
     loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
     finish: str = Field("", description="Loss of the last part of training; empty keeps `loss` to the end.")
     finish_fraction: float = Field(0.3, ge=0.0, le=1.0, description="Share of the steps under `finish`.")

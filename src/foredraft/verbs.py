@@ -25,8 +25,10 @@ from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.processes import from_main
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
+from foredraft.distill.documents import documents_digest, read_documents
 from foredraft.distill.emphasis import read_position_weights
 from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.leaks import without_leaks
 from foredraft.distill.losses import read_loss
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import Distilled, distill
@@ -37,6 +39,7 @@ from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.settings import Settings
 from foredraft.steps import DistillStep, HeadStep, InitStep, LawStep, NgramStep, PruneStep, QuantizeStep, Step
+from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace, open_trace
 
 _log = logging.getLogger(__name__)
@@ -59,12 +62,20 @@ def distill_draft(
     step: DistillStep,
     out: Path,
     progress: Progress = SILENT,
+    text_folder: Path | None = None,
+    held_out: Sequence[Prompt] = (),
 ) -> DraftManifest:
-    """Train a draft on the target's own answers. A killed run goes on where it was."""
+    """Train a draft on the target's own answers. A killed run goes on where it was.
+
+    Args:
+        text_folder: Where what the target says of general text is kept; left out, beside `out`.
+        held_out: Prompts that drafts are scored on, which must not be learnt from.
+    """
     before = _manifest_for(source, target)
     _refuse_missing_files(source, before)
     points = out.with_name(f".{out.name}.training")
-    job = _Training(source, tuple(trace.path for trace in traces), step, points)
+    texts = text_folder or out.with_name(f"{out.name}-text")
+    job = _Training(source, tuple(trace.path for trace in traces), step, points, texts, tuple(held_out))
     from_main(job)
     distilled = job.run(target, traces, progress)
     seen = before.training_tokens + distilled.training_tokens
@@ -82,9 +93,12 @@ class _Training:
     traces: tuple[Path, ...]
     step: DistillStep
     points: Path
+    texts: Path
+    held_out: tuple[Prompt, ...]
 
     def run(self, target: LocalTarget, traces: Sequence[Trace], progress: Progress) -> Distilled:
-        return distill(load_draft(self.source, "float32"), traces, self.step, target, self.points, progress)
+        draft = load_draft(self.source, "float32")
+        return distill(draft, traces, self.step, target, self.points, progress, self.texts, self.held_out)
 
 
 def help_training(target: LocalTarget) -> None:
@@ -194,6 +208,19 @@ def learns(step: Step) -> bool:
             return step.settings.is_fitted
         case verb:
             return verb == "distill"
+
+
+def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:
+    """Return the identity of the general text that a step reads; empty where it reads none.
+
+    Raises:
+        CorpusError: there is no text, or prompts that are held out are in it.
+    """
+    if step.verb != "distill" or step.settings.text is None:
+        return []
+    settings = step.settings.text
+    documents = without_leaks(read_documents(settings), held_out, settings.leaks == "drop")
+    return [documents_digest(documents)]
 
 
 def is_reference(step: Step) -> bool:

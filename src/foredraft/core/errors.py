@@ -22,7 +22,7 @@ class PromptError(UserError):
 
 
 class CorpusError(UserError):
-    """Text to build an n-gram drafter from is empty, or speaks another vocabulary."""
+    """Text to learn from is missing or empty, speaks another vocabulary, or holds what drafts are scored on."""
 
 
 class TraceError(UserError):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError, UserError
-from foredraft.distill.losses import Loss, LossGradient, loss_values
+from foredraft.distill.losses import Laws, Loss, LossGradient, loss_values
 from foredraft.distill.packed import run_body
 from foredraft.distill.packing import Pack
 from foredraft.models.draft import Draft, load_draft
@@ -121,10 +121,10 @@ class Reference:
         return Reference(reference.model, head[draft.head_token_ids] if len(draft.head_token_ids) else head)
 
     @torch.no_grad()
-    def losses(self, pack: Pack, loss: Loss) -> Float[Tensor, " positions"]:
+    def losses(self, pack: Pack, laws: Laws, loss: Loss) -> Float[Tensor, " positions"]:
         """Return its own losses where the pack is read."""
         hidden = run_body(self._model, pack).last_hidden_state[0, pack.read] / pack.temperatures[:, None]
-        return loss_values(hidden, self._head, pack.law, loss)
+        return loss_values(hidden, self._head, laws, loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,9 @@ class Emphasis:
         other = load_draft(Path(name), "float32") if name else draft
         return Emphasis(weights, settings.selective.share, Reference.of(other, draft))
 
-    def reference_losses(self, pack: Pack, loss: Loss) -> Float[Tensor, " _"]:
+    def reference_losses(self, pack: Pack, laws: Laws, loss: Loss) -> Float[Tensor, " _"]:
         """Return the reference's losses where the pack is read; empty without one."""
-        return torch.empty(0) if self.reference is None else self.reference.losses(pack, loss)
+        return torch.empty(0) if self.reference is None else self.reference.losses(pack, laws, loss)
 
     def weigh(
         self, result: LossGradient, lengths: Sequence[int], reference_losses: Float[Tensor, " _"]

@@ -102,8 +102,7 @@ def _attend(
     longest = max(mask.shape[1] for mask in row.masks)
     if sliding_window is not None and longest > sliding_window:
         raise ModelError(f"A text of {longest} tokens is longer than the model's attention window, {sliding_window}.")
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    shared = query.shape[1] != key.shape[1]
     queries, keys, values = (part.split(row.lengths, 2) for part in (query, key, value))
     if module in reading.stems:
         keys, values = (
@@ -115,7 +114,9 @@ def _attend(
     if reading.watch is not None:
         reading.watch(module.layer_idx, queries, keys, row.masks, scaling)
     outputs = [
-        scaled_dot_product_attention(some_queries, some_keys, some_values, attn_mask=mask, scale=scaling)
+        scaled_dot_product_attention(
+            some_queries, some_keys, some_values, attn_mask=mask, scale=scaling, enable_gqa=shared
+        )
         for some_queries, some_keys, some_values, mask in zip(queries, keys, values, row.masks, strict=True)
         if len(mask)
     ]

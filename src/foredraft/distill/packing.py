@@ -1,4 +1,4 @@
-"""Answers laid out so that nothing is padded or computed twice, and prompts cost no gradient.
+"""Text laid out so that nothing is padded or computed twice, and prompts cost no gradient.
 
 A group of answers becomes a tree of tokens: texts that begin alike share their beginning, and a token attends
 to its own ancestors only. The tree is cut in two. Its *stem*, the tokens before the first position that is
@@ -14,9 +14,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from foredraft.distill.data import Group, event_law
+from foredraft.core.law import SamplingLaw
+from foredraft.distill.data import Example, Group, trained_law
 from foredraft.distill.losses import UNSAYABLE, EventLaw
 from foredraft.models.head import NO_IDS
+
+# Stands for the token that the target emitted where it emitted none.
+NOT_WRITTEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,11 @@ class Pack:
     Attributes:
         stems, branches: The two parts of their trees.
         read: Tokens of the branches whose hidden states guess the answer tokens, position by position.
-        temperatures: Of the stored law at each of those positions.
-        law: The target's law there.
+        temperatures: Of the law that is taught at each of those positions.
+        law: The target's law there, as far as it is stored.
+        emitted_ids: The token that the target emitted there, or NOT_WRITTEN.
+        laws: The laws that are taught.
+        law_of: Which of them, by position.
     """
 
     stems: Row
@@ -60,6 +67,9 @@ class Pack:
     read: Int[Tensor, " positions"]
     temperatures: Float[Tensor, " positions"]
     law: EventLaw
+    emitted_ids: Int[Tensor, " positions"] = NO_IDS
+    laws: tuple[SamplingLaw, ...] = (SamplingLaw(),)
+    law_of: Int[Tensor, " positions"] = NO_IDS
 
     def to(self, device: torch.device) -> "Pack":
         """Return the pack on another device."""
@@ -69,26 +79,49 @@ class Pack:
             self.read.to(device),
             self.temperatures.to(device),
             self.law.to(device),
+            self.emitted_ids.to(device),
+            self.laws,
+            self.law_of.to(device),
         )
 
 
 def pack(groups: Sequence[Group], row_of_token: Int[Tensor, " vocab"]) -> Pack:
     """Lay groups side by side; `row_of_token` gives the head's row of each token, or UNSAYABLE."""
-    stems, branches, read, temperatures, laws = [], [], [], [], []
+    stems, branches, read = [], [], []
     start = 0
     for group in groups:
         tree = _Tree()
-        for row in (example.row for example in group):
-            tree.add(torch.cat([row.prompt_ids, row.answer_ids[:-1]]), len(row.prompt_ids) - 1)
-        stem, branch, scored = tree.cut()
+        for example in group:
+            row, first = example.row, int(example.scored.min()) if len(example.scored) else 0
+            tree.add(torch.cat([row.prompt_ids, row.answer_ids[:-1]]), len(row.prompt_ids) - 1 + first)
+        stem, branch, nodes = tree.cut()
         stems.append(stem)
         branches.append(branch)
-        read += [start + nodes for nodes in scored]
+        read += [start + _scored(example, own) for example, own in zip(group, nodes, strict=True)]
         start += len(branch)
-        for example in group:
-            temperatures.append(torch.full((len(example.row.answer_ids),), example.temperature))
-            laws.append(event_law(example.row, row_of_token))
-    return Pack(_side_by_side(stems), _side_by_side(branches), torch.cat(read), torch.cat(temperatures), _joined(laws))
+    examples = [example for group in groups for example in group]
+    laws = list(dict.fromkeys(example.law for example in examples))
+    counts = torch.tensor([len(positions) for positions in read])
+    return Pack(
+        _side_by_side(stems),
+        _side_by_side(branches),
+        torch.cat(read),
+        torch.tensor([example.temperature for example in examples]).repeat_interleave(counts),
+        _joined([trained_law(example, row_of_token) for example in examples]),
+        torch.cat([_emitted(example) for example in examples]),
+        tuple(laws),
+        torch.tensor([laws.index(example.law) for example in examples]).repeat_interleave(counts),
+    )
+
+
+def _scored(example: Example, nodes: Int[Tensor, " nodes"]) -> Int[Tensor, " scored"]:
+    """Return the nodes that are trained on, of those from the first one on."""
+    return nodes[example.scored - example.scored.min()] if len(example.scored) else nodes
+
+
+def _emitted(example: Example) -> Int[Tensor, " scored"]:
+    token_ids = example.row.answer_ids[example.positions]
+    return token_ids if example.is_targets else torch.full_like(token_ids, NOT_WRITTEN)
 
 
 @final

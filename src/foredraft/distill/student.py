@@ -11,15 +11,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foredraft.core.errors import ModelError, RecipeError
+from foredraft.core.errors import ModelError, RecipeError, TraceError
 from foredraft.core.processes import Processes, summed
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
 from foredraft.distill.emphasis import Emphasis
 from foredraft.distill.learned_head import learned_head_losses
-from foredraft.distill.losses import Loss, loss_gradient
+from foredraft.distill.live import LiveTarget, by_source, is_live
+from foredraft.distill.losses import Laws, Loss, loss_gradient, total_variation
 from foredraft.distill.matching import Matching
-from foredraft.distill.packed import packed_attention
-from foredraft.distill.packing import pack
+from foredraft.distill.packed import packed_attention, run_body
+from foredraft.distill.packing import Pack, pack
 from foredraft.distill.parallel import Spread
 from foredraft.distill.seeing import NOTHING, look
 from foredraft.models.draft import Draft
@@ -46,6 +47,8 @@ class Student:
     Attributes:
         model: The copy.
         weights: What learns, by name.
+        row_of_token: The row of its head for each token, or UNSAYABLE.
+        live: Who is asked for laws that are not stored; None for nobody.
     """
 
     def __init__(
@@ -59,12 +62,13 @@ class Student:
         head = model.get_output_embeddings().weight
         outside = {id(module.weight): module.weight for module in _embeddings(model)}
         self._outside = [weight for weight in outside.values() if weight.requires_grad]
-        self._row_of_token = rows_of_tokens(head_token_ids, head.shape[0])
         self._head = head.detach()[head_token_ids] if len(head_token_ids) else head
         self._settings = settings
         self._spread = Spread(model, outside.values(), processes)
         self.model = model
         self.head_token_ids = head_token_ids
+        self.row_of_token = rows_of_tokens(head_token_ids, head.shape[0])
+        self.live: LiveTarget | None = None
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         if settings.gradient_checkpointing:
             _compute_layers_twice(model)
@@ -156,18 +160,19 @@ class Student:
         positions: float,
     ) -> tuple[float, float]:
         """Add the gradient of the sum of losses over `positions`; return the sums of losses and acceptance."""
-        packed = pack(groups, self._row_of_token).to(self.model.device)
+        packed = pack(groups, self.row_of_token).to(self.model.device)
+        laws = self._laws(groups, packed)
         with self.precision():
             asked = matching.asks_draft if matching is not None else NOTHING
             seen = look(self.model, packed, asked, self._spread.body)
         hidden = seen.last[0, packed.read].float() / packed.temperatures[:, None]
         if self._head.requires_grad:
-            result = learned_head_losses(hidden, self._head, packed.law, loss, positions)
+            result = learned_head_losses(hidden, self._head, laws, loss, positions)
         else:
-            result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
+            result = loss_gradient(hidden.detach(), self._head, laws, loss)
         if emphasis is not None:
-            lengths = [len(example.row.answer_ids) for group in groups for example in group]
-            result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, loss))
+            lengths = [len(example.positions) for group in groups for example in group]
+            result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, laws, loss))
         roots, gradients = [hidden], [result.hidden / positions]
         total = float(result.losses.sum())
         if matching is not None:
@@ -178,8 +183,29 @@ class Student:
         torch.autograd.backward(roots, gradients)
         return total, float(result.acceptance.sum())
 
+    @torch.no_grad()
+    def acceptance(self, groups: Sequence[Group]) -> Float[Tensor, " positions"]:
+        """Return sum min(target, draft) over events at every position of groups that are packed together."""
+        packed = pack(groups, self.row_of_token).to(self.model.device)
+        laws = self._laws(groups, packed)
+        with self.precision():
+            hidden = run_body(self.model, packed).last_hidden_state[0, packed.read]
+        return loss_gradient(
+            hidden.float() / packed.temperatures[:, None], self._head, laws, total_variation
+        ).acceptance
+
+    def _laws(self, groups: Sequence[Group], packed: Pack) -> Laws:
+        """Return the laws of groups that are all stored or all asked for."""
+        if not is_live(groups[0]):
+            return packed.law
+        if self.live is None:
+            raise TraceError(
+                "These answers store no laws, and there is no target to ask: collect a trace with top: 64."
+            )
+        return self.live.laws(packed)
+
     def _cut(self, groups: Sequence[Group]) -> list[list[Group]]:
-        return list(_passes(groups, self._settings.pack_tokens))
+        return [some for part in by_source(groups) for some in _passes(part, self._settings.pack_tokens)]
 
 
 def finished(draft: Draft, settings: DistillStep, weights: Mapping[str, Float[Tensor, "..."]]) -> Draft:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
@@ -23,19 +24,24 @@ from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.data import Group, num_positions, plan_steps, read_groups
 from foredraft.distill.divergence import DivergenceWatch
 from foredraft.distill.emphasis import Emphasis
+from foredraft.distill.leaks import refuse_leaked_answers
 from foredraft.distill.limits import require_laws
+from foredraft.distill.live import LiveTarget
 from foredraft.distill.matching import Matching
 from foredraft.distill.optimizer import Updater, clip_gradients
 from foredraft.distill.parallel import like, whole
 from foredraft.distill.resume import CurvePoint, ResumePoint, Rollback, load_point, save_point
+from foredraft.distill.rollouts import OnPolicy
 from foredraft.distill.schedule import Schedule
 from foredraft.distill.student import Figures, Student, finished
+from foredraft.distill.text import Texts, gather_texts
 from foredraft.distill.tracking import Tracker, open_tracker
 from foredraft.distill.validation import Validated, Validation, best_of, hold_out
 from foredraft.models.draft import Draft
 from foredraft.models.loading import model_fingerprint
 from foredraft.models.target import LocalTarget
 from foredraft.steps import DistillStep
+from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace, require_same
 
 _log = logging.getLogger(__name__)
@@ -87,6 +93,8 @@ def distill(
     target: LocalTarget,
     work: Path,
     progress: Progress = SILENT,
+    text_folder: Path | None = None,
+    held_out: Sequence[Prompt] = (),
 ) -> Distilled:
     """Return a trained copy of `draft`, which is left as it was.
 
@@ -99,13 +107,16 @@ def distill(
         draft: Any decoder that transformers runs with a replaceable attention; trained in float32.
         traces: Answers of the target, under one or several laws.
         settings: Losses, lengths and rates; see DistillStep.
-        target: Who wrote the traces. Run only where layers are matched.
+        target: Who wrote the traces. Run only where it is matched or its laws are read live.
         work: Folder for points to resume from; `forget_points` removes it once the draft is saved. All processes
             see it.
         progress: Counts answer positions.
+        text_folder: Where what the target says of general text is kept for other trainings; left out, beside `work`.
+        held_out: Prompts that drafts are scored on, which must not be learnt from.
 
     Raises:
-        TraceError: a trace of another target or tokenizer, or without answers.
+        TraceError: a trace of another target or tokenizer, without answers, or with one to a prompt that is held out.
+        CorpusError: there is no general text where it is asked for, or prompts that are held out are in it.
         UnknownNameError: a loss that the catalog does not know, or a tracker that accelerate does not.
         MissingExtraError: the optimizer or the tracker needs a package that is not there.
         ModelError: the draft has nothing to train, or cannot be run on packed text.
@@ -120,10 +131,18 @@ def distill(
             target_fingerprint=target.fingerprint,
             tokenizer_fingerprint=target.tokenizer_fingerprint,
         )
-    require_laws(settings.losses, traces)
-    groups, held_out = hold_out(read_groups(traces), settings.validation.prompts, settings.seed)
+    if settings.laws == "cached":
+        require_laws(settings.losses, traces)
+    refuse_leaked_answers(traces, held_out, target.tokenizer)
+    groups, validated = hold_out(
+        read_groups(traces, settings.laws == "cached"), settings.validation.prompts, settings.seed
+    )
+    folder = text_folder or work.with_name(f"{work.name}-text")
+    texts = _texts(target, traces, settings, folder, held_out, progress)
+    plan = _plan(groups, settings, texts.groups)
     student = Student.of(draft, settings, processes())
     trained = list(student.weights)
+    student.live = LiveTarget(target.model, len(target.tokenizer), student.row_of_token)
     matching = Matching.of(target.model, student.model, settings)
     student.learn_beside(matching.weights)
     training = _Training(
@@ -131,12 +150,13 @@ def distill(
         schedule=Schedule.of(settings),
         matching=matching,
         emphasis=Emphasis.of(settings, draft),
-        plan=_plan(groups, settings),
+        plan=plan,
+        on_policy=_on_policy(draft, target, settings, len(plan)),
         updater=Updater(settings.optimizer, student.weights, settings.weight_decay),
-        validation=Validation(traces, held_out, settings.validation, settings.tokens),
+        validation=Validation(traces, validated, settings.validation, settings.tokens),
         tracker=open_tracker(settings.track, work.with_name(f"{work.name}-figures"), _plain(settings)),
     )
-    key = _key(draft, traces, settings)
+    key = _key(draft, traces, settings, texts)
     point = training.run(_start(work, key, student), lambda point: _save(point, work, key), progress)
     best = {name: whole(point.tensors[f"{training.chosen}.{name}"]) for name in trained}
     return Distilled(finished(draft, settings, best), point.curve, point.rollbacks, point.validations)
@@ -161,10 +181,12 @@ class _Training:
         matching: Matching,
         emphasis: Emphasis | None,
         plan: Sequence[_Step],
+        on_policy: OnPolicy | None,
         updater: Updater,
         validation: Validation,
         tracker: Tracker,
     ) -> None:
+        self._on_policy = on_policy
         self._student = student
         self._schedule = schedule
         self._matching = matching
@@ -223,9 +245,10 @@ class _Training:
         share = step / len(self._plan)
         if self._begins_a_phase(step):
             self._watch.start_over()
-        figures = self._student.backward(
-            self._plan[step].groups, self._schedule.loss(share), self._matching.at(share), self._emphasis
-        )
+        groups: Sequence[Group] = self._plan[step].groups
+        if self._on_policy is not None:
+            groups = self._on_policy.groups(step, groups, self._student)
+        figures = self._student.backward(groups, self._schedule.loss(share), self._matching.at(share), self._emphasis)
         norm = clip_gradients(self._student.weights.values(), self._schedule.settings.clip)
         if not (math.isfinite(figures.loss) and math.isfinite(norm)):
             self._roll_back(step, "not finite")
@@ -362,10 +385,38 @@ class _Training:
         return ", ".join(figures)
 
 
-def _plan(groups: Sequence[Group], settings: DistillStep) -> list[_Step]:
+def _texts(
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    settings: DistillStep,
+    folder: Path,
+    held_out: Sequence[Prompt],
+    progress: Progress,
+) -> Texts:
+    if settings.text is None:
+        return Texts()
+    positions = math.ceil(settings.text.share * settings.tokens)
+    gather = partial(gather_texts, target, settings.text, traces[0].info.stored_law, positions, folder, held_out)
+    if processes().is_main:
+        texts = gather(progress)
+        from_main(texts.digest)
+        return texts
+    from_main(None)  # The main process has gathered what is read now.
+    return gather(SILENT)
+
+
+def _on_policy(draft: Draft, target: LocalTarget, settings: DistillStep, num_steps: int) -> OnPolicy | None:
+    if settings.rollouts is None:
+        return None
+    num_tokens, stops = len(target.tokenizer), target.stop_ids
+    return OnPolicy(settings.rollouts, num_steps, settings.seed, draft.head_token_ids, num_tokens, stops)
+
+
+def _plan(groups: Sequence[Group], settings: DistillStep, texts: Sequence[Group] = ()) -> list[_Step]:
+    every, share = (*groups, *texts), settings.text.share if settings.text else 0.0
     steps = [
-        tuple(groups[index] for index in step)
-        for step in plan_steps(groups, settings.tokens, settings.batch_tokens, settings.seed)
+        tuple(every[index] for index in step)
+        for step in plan_steps(groups, settings.tokens, settings.batch_tokens, settings.seed, texts, share)
     ]
     return [
         _Step(step, end)
@@ -398,11 +449,12 @@ def _plain(settings: DistillStep) -> dict[str, Any]:
     }
 
 
-def _key(draft: Draft, traces: Sequence[Trace], settings: DistillStep) -> str:
+def _key(draft: Draft, traces: Sequence[Trace], settings: DistillStep, texts: Texts) -> str:
     return digest_of(
         [
             settings.model_dump(exclude=_WITHOUT_EFFECT),
             [trace.digest for trace in traces],
+            texts.digest,
             model_fingerprint(draft.model),
             draft.head_token_ids.tolist(),
         ]

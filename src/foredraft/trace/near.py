@@ -18,7 +18,7 @@ _TEMPLATE_SHARE, _TEMPLATE_COUNT = 0.1, 20
 # Scripts without spaces count each character as a word.
 _SPACELESS = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_SPACELESS}]|[^\W{_SPACELESS}]+")
-_FACTORS = np.cumprod(np.full(_GRAM, 0x9E3779B97F4A7C15, dtype=np.uint64))
+_FACTOR = 0x9E3779B97F4A7C15
 _ROUNDING = 1e-9
 
 Grams = NDArray[np.uint64]
@@ -35,7 +35,7 @@ def near_duplicates(texts: Sequence[str], threshold: float = NEAR) -> list[int]:
     rarity, two sets of n and m elements with Jaccard index >= t share one of the first n - ceil(t n) + 1
     elements of the one and the first m - ceil(t m) + 1 of the other.
     """
-    every = [_grams(text) for text in texts]
+    every = [word_sequences(text, _GRAM) for text in texts]
     first_with: dict[bytes, int] = {}
     same_as = [first_with.setdefault(grams.tobytes(), len(first_with)) for grams in every]
     distinct = [np.frombuffer(data, np.uint64) for data in first_with]
@@ -74,13 +74,21 @@ def _at_least(amount: float) -> int:
     return ceil(amount - _ROUNDING)
 
 
-def _grams(text: str) -> Grams:
-    """Return the hashes of a text's word sequences, sorted, each once. Never empty."""
+def word_sequences(text: str, length: int) -> Grams:
+    """Return the hashes of a text's sequences of `length` words, sorted, each once. Never empty.
+
+    Case, punctuation and spacing do not count; a shorter text is one sequence.
+    """
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold()) or [text.strip()]
     hashes = np.array([_word_hash(word) for word in words], dtype=np.uint64)
-    hashes = np.pad(hashes, (0, max(0, _GRAM - len(hashes))))
-    windows = np.lib.stride_tricks.sliding_window_view(hashes, _GRAM)
-    return np.unique((windows * _FACTORS).sum(axis=1, dtype=np.uint64))
+    hashes = np.pad(hashes, (0, max(0, length - len(hashes))))
+    factors = np.cumprod(np.full(length, _FACTOR, dtype=np.uint64))
+    # One product a place, not a matrix of all windows: a document may be long.
+    last = len(hashes) - length + 1
+    sums = np.zeros(last, dtype=np.uint64)
+    for place, factor in enumerate(factors):
+        sums += hashes[place : place + last] * factor
+    return np.unique(sums)
 
 
 @lru_cache(maxsize=1 << 16)

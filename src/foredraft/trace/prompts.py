@@ -62,7 +62,7 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
         PromptError: the source is missing or empty, or a row is wrong; names the file and the line.
     """
     if source.dataset:
-        name, rows = source.dataset, _dataset_rows(source.dataset, source.split)
+        name, rows = source.dataset, dataset_rows(source.dataset, source.split)
     elif source.file == SHIPPED_PROMPTS:
         name, rows = source.file, jsonl_rows(files("foredraft").joinpath("data/prompts.jsonl").read_bytes(), "shipped")
     else:
@@ -135,7 +135,7 @@ def jsonl_rows(data: bytes, name: str) -> Iterator[tuple[Any, str]]:
             raise PromptError(f"{where}: no JSON object in UTF-8 ({error}).") from error
 
 
-def _dataset_rows(name: str, split: str) -> Iterator[tuple[Any, str]]:
+def dataset_rows(name: str, split: str) -> Iterator[tuple[Any, str]]:
     """Yield each row with its place. A dataset fills absent fields with null; they are taken out again."""
     from datasets import load_dataset  # takes a second to import, which a prompt file need not pay
 

@@ -20,7 +20,7 @@ from foredraft.trace.rows import TraceRow, decode, encode
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-DECODED, LOGGED = "decoded", "logged"
+DECODED, LOGGED, TEXT = "decoded", "logged", "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class TraceInfo:
         shards: The finished shards, in order.
         complete: Whether all prompts were answered.
         provenance: "decoded" where the target wrote the answers for this trace, "logged" where it read again what
-            it was said to have written before.
+            it was said to have written before, "text" where it read what others wrote: such a trace teaches, and
+            scores nothing.
     """
 
     target: str

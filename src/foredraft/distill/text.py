@@ -1,0 +1,261 @@
+"""General text in training: documents cut into windows, each of which is read alone.
+
+What the target says of a window is asked live, or kept on disk in the form of a trace: read once, for all
+candidates and epochs, as much of it as was ever asked for.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foredraft.core.digest import digest_of
+from foredraft.core.errors import CorpusError
+from foredraft.core.law import SamplingLaw, law_logprobs
+from foredraft.core.progress import SILENT, Progress
+from foredraft.distill.data import Example, Group
+from foredraft.distill.documents import Document, documents_digest, read_documents
+from foredraft.distill.leaks import without_leaks
+from foredraft.models.head import Head
+from foredraft.models.target import LocalTarget
+from foredraft.steps import TextSettings
+from foredraft.trace.prompts import Prompt
+from foredraft.trace.rows import TraceRow
+from foredraft.trace.store import TEXT, Trace, TraceInfo, TraceWriter
+
+_SHARD_WINDOWS = 32
+_PASS_TOKENS = 2048
+_HEAD_POSITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Windows of text to train on, and the identity of what they were made from."""
+
+    groups: tuple[Group, ...] = ()
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive tokens of a document; the first one is context, the others are scored."""
+
+    id: str
+    document: str
+    token_ids: Int[Tensor, " tokens"]
+
+    def row(self) -> TraceRow:
+        """Return the window as a row that stores no law."""
+        count = len(self.token_ids) - 1
+        return TraceRow(
+            id=self.id,
+            prompt_id=self.document,
+            domain=TEXT,
+            prompt_ids=self.token_ids[:1],
+            answer_ids=self.token_ids[1:],
+            logprobs=torch.zeros(count),
+            top_ids=torch.empty(count, 0, dtype=torch.int32),
+            top_logprobs=torch.empty(count, 0, dtype=torch.float16),
+            tail_mass=torch.ones(count),
+            finish_reason="length",
+        )
+
+
+def gather_texts(
+    target: LocalTarget,
+    settings: TextSettings,
+    law: SamplingLaw,
+    positions: int,
+    folder: Path,
+    prompts: Sequence[Prompt] = (),
+    progress: Progress = SILENT,
+) -> Texts:
+    """Return windows with at least so many positions, or all there are, in an order drawn by the seed.
+
+    Args:
+        law: What is taught where the settings name no law.
+        positions: What a training asks for; settings.tokens is the most.
+        folder: Where what the target says is kept, under an identity of corpus, target, law and cut.
+        prompts: What drafts are scored on; must not be in the text.
+
+    Raises:
+        CorpusError: there is no text, or evaluation prompts are in it.
+        TraceError: what was kept has been changed.
+    """
+    documents = without_leaks(read_documents(settings), prompts, settings.leaks == "drop")
+    law = settings.law.law() if settings.law else law
+    law = SamplingLaw() if law.is_greedy else law
+    positions = min(positions, settings.tokens) if settings.tokens else positions
+    info = _info(target, law, documents, settings)
+    if settings.laws == "cached":
+        path = folder / digest_of(asdict(info))[:8]
+        trace = keep_texts(target, documents, settings, info, positions, path, progress)
+        return Texts(_groups(trace.rows(), law), trace.digest)
+    windows = cut(documents, target.tokenizer, settings)
+    rows: list[TraceRow] = []
+    # As many as there are in the shards of what would be kept.
+    for start in range(0, len(windows), _SHARD_WINDOWS):
+        if sum(len(row.answer_ids) for row in rows) < positions:
+            rows += [window.row() for window in windows[start : start + _SHARD_WINDOWS]]
+    return Texts(_groups(rows, law), digest_of([asdict(info), len(rows)]))
+
+
+def cut(documents: Sequence[Document], tokenizer: Any, settings: TextSettings) -> list[Window]:
+    """Return the windows of all documents in an order drawn by the seed. None crosses a document's end.
+
+    Where the tokenizer begins texts with a token of its own, every window begins with it.
+
+    Raises:
+        CorpusError: no document has two tokens.
+    """
+    windows = []
+    for number, document in enumerate(documents):
+        token_ids, begin = _tokens(document, tokenizer)
+        size = settings.max_tokens - len(begin)
+        for start in range(0, len(token_ids), size):
+            ids = torch.tensor([*begin, *token_ids[start : start + size]], dtype=torch.long)
+            if len(ids) > 1 + len(begin):
+                windows.append(Window(f"{number}#{start}", str(number), ids))
+    if not windows:
+        raise CorpusError(f"No document of {len(documents)} has two tokens, such as {documents[0].where}.")
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(settings.seed))
+    return [windows[index] for index in order.tolist()]
+
+
+def keep_texts(
+    target: LocalTarget,
+    documents: Sequence[Document],
+    settings: TextSettings,
+    info: TraceInfo,
+    positions: int,
+    path: Path,
+    progress: Progress = SILENT,
+) -> Trace:
+    """Return the first shards of the text that hold so many positions, or all; read by the target where they lack.
+
+    A call that was killed goes on behind the last whole shard. What is returned does not depend on how much more
+    was read for others.
+
+    Raises:
+        TraceError: `path` holds another text, or was changed.
+    """
+    writer = TraceWriter.open(path, info)
+    if writer.info.num_tokens < positions and not writer.info.complete:
+        windows = cut(documents, target.tokenizer, settings)
+        reader = _Reader.of(target, info.law, settings.top)
+        done = float(writer.info.num_tokens)
+        with progress.task(f"reading text {info.law}", max(float(positions), done), "positions", done) as task:
+            for start in range(writer.info.num_rows, len(windows), _SHARD_WINDOWS):
+                rows = reader.read(windows[start : start + _SHARD_WINDOWS])
+                writer.append(rows)
+                task.advance(float(sum(len(row.answer_ids) for row in rows)))
+                if writer.info.num_tokens >= positions:
+                    break
+            if writer.info.num_rows == len(windows):
+                writer.finish()
+    shards, found = [], 0
+    for shard in writer.info.shards:
+        if found < positions:
+            shards.append(shard)
+            found += shard.tokens
+    return Trace(path, replace(writer.info, shards=tuple(shards), complete=False))
+
+
+def _groups(rows: Iterable[TraceRow], law: SamplingLaw) -> tuple[Group, ...]:
+    return tuple((Example.under(law, row, is_targets=False),) for row in rows)
+
+
+def _info(target: LocalTarget, law: SamplingLaw, documents: Sequence[Document], settings: TextSettings) -> TraceInfo:
+    return TraceInfo(
+        target=target.name,
+        target_fingerprint=target.fingerprint,
+        tokenizer_fingerprint=target.tokenizer_fingerprint,
+        vocab_size=target.vocab_size,
+        dtype=target.dtype,
+        law=law,
+        stored_law=law,
+        top=settings.top,
+        max_new_tokens=settings.max_tokens,
+        seed=settings.seed,
+        prompts_digest=documents_digest(documents),
+        batch_size=_SHARD_WINDOWS,
+        provenance=TEXT,
+    )
+
+
+def _tokens(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens of a document, and those that each of its windows begins with."""
+    if document.messages and tokenizer.chat_template is not None:
+        return list(tokenizer.apply_chat_template(list(document.messages), return_dict=False)), []
+    token_ids = list(tokenizer(document.said, verbose=False)["input_ids"])
+    begin = token_ids[:1] if tokenizer.bos_token_id is not None and token_ids[:1] == [tokenizer.bos_token_id] else []
+    return token_ids[len(begin) :], begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A target that is asked for its laws on windows of text."""
+
+    model: Any
+    head: Head
+    law: SamplingLaw
+    top: int
+
+    @staticmethod
+    def of(target: LocalTarget, law: SamplingLaw, top: int) -> "_Reader":
+        num_tokens = len(target.tokenizer)
+        return _Reader(target.model, Head(target.model, num_tokens=num_tokens), law, min(top, num_tokens))
+
+    @torch.no_grad()
+    def read(self, windows: Sequence[Window]) -> list[TraceRow]:
+        """Return the windows with the target's law at each scored token. Holds the logits of 128 positions."""
+        rows: dict[str, TraceRow] = {}
+        for part in _passes(windows):
+            # Padding lies behind the text, unseen by it.
+            token_ids = pad_sequence([window.token_ids[:-1] for window in part], batch_first=True)
+            states = self.model.base_model(input_ids=token_ids.to(self.model.device), use_cache=False).last_hidden_state
+            for window, hidden in zip(part, states, strict=True):
+                rows[window.id] = self._row(window.row(), hidden[: len(window.token_ids) - 1])
+        return [rows[window.id] for window in windows]
+
+    def _row(self, row: TraceRow, hidden: Float[Tensor, "positions hidden"]) -> TraceRow:
+        emitted = row.answer_ids.to(hidden.device).split(_HEAD_POSITIONS)
+        parts = [self._law(states, ids) for states, ids in zip(hidden.split(_HEAD_POSITIONS), emitted, strict=True)]
+        own, ids, logprobs = (torch.cat([part[field] for part in parts]).cpu() for field in range(3))
+        return replace(
+            row,
+            logprobs=own,
+            top_ids=ids.int(),
+            top_logprobs=logprobs.half(),
+            tail_mass=(1.0 - logprobs.exp().sum(-1)).clamp(0.0, 1.0),
+        )
+
+    def _law(
+        self, hidden: Float[Tensor, "positions hidden"], token_ids: Int[Tensor, " positions"]
+    ) -> tuple[Float[Tensor, " positions"], Int[Tensor, "positions top"], Float[Tensor, "positions top"]]:
+        logits = self.head.logits(hidden)
+        if self.law.top_k or self.law.top_p < 1.0:
+            logits, total = law_logprobs(logits, self.law), logits.new_zeros(len(logits), 1)
+        else:
+            logits = logits if self.law.temperature == 1.0 else logits / self.law.temperature
+            total = logits.logsumexp(-1, keepdim=True)
+        best = logits.topk(self.top, dim=-1)
+        own = logits.gather(-1, token_ids[:, None]) - total
+        return own.squeeze(-1), best.indices, best.values - total
+
+
+def _passes(windows: Sequence[Window]) -> Iterator[list[Window]]:
+    """Yield windows of similar length, about 2048 tokens with padding at a time."""
+    part: list[Window] = []
+    for window in sorted(windows, key=lambda window: len(window.token_ids)):
+        if part and (len(part) + 1) * len(window.token_ids) > _PASS_TOKENS:
+            yield part
+            part = []
+        part.append(window)
+    if part:
+        yield part
