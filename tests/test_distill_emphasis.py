@@ -112,21 +112,21 @@ def test_a_weighed_step_does_not_depend_on_how_it_is_packed(
         student = Student.of(_draft())
         student.weights["model.norm.weight"].data.mul_(1.1)  # away from the reference
         emphasis = Emphasis.of(DistillStep(**settings), _draft())
-        figures = student.backward(groups, forward_kl, None, 0.0, emphasis)
+        figures = student.backward(groups, forward_kl, emphasis=emphasis)
         results.append((figures.loss, {name: weight.grad for name, weight in student.weights.items()}))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     for name, gradient in results[0][1].items():
         torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-3, atol=1e-6)
     plain = Student.of(_draft())
     plain.weights["model.norm.weight"].data.mul_(1.1)
-    assert plain.backward(groups, forward_kl, None, 0.0).loss != pytest.approx(results[0][0], rel=1e-3)
+    assert plain.backward(groups, forward_kl).loss != pytest.approx(results[0][0], rel=1e-3)
 
 
 def test_the_reference_is_the_draft_as_it_was_before_training(trace: Trace) -> None:
     draft, groups = _draft(), read_groups([trace])[:3]
     emphasis = Emphasis.of(DistillStep(selective=0.5), draft)
     losses = emphasis.reference_losses(pack(groups, rows_of_tokens(torch.arange(0), 272)), forward_kl)
-    figures = Student.of(draft).backward(groups, forward_kl, None, 0.0)
+    figures = Student.of(draft).backward(groups, forward_kl)
     assert figures.loss == pytest.approx(float(losses.mean()), rel=1e-5)
 
 

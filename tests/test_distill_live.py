@@ -59,7 +59,7 @@ def _stripped(groups: list[Group]) -> list[Group]:
 def _gradient(groups: list[Group], loss: object, kept: torch.Tensor = NO_IDS) -> dict[str, torch.Tensor]:
     student = Student.of(init_from_target(tiny_model(), range(1), kept))
     student.live = _live(kept)
-    student.backward(groups, loss, None, 0.0)
+    student.backward(groups, loss)
     return {name: weight.grad for name, weight in student.weights.items()}
 
 
@@ -143,7 +143,7 @@ def test_laws_are_made_for_a_slice_only_and_are_the_same_each_time(tmp_path: Pat
 def test_laws_that_nobody_can_say_are_asked_of_nobody() -> None:
     student = Student.of(init_from_target(tiny_model(), range(1), NO_IDS))
     with pytest.raises(TraceError, match="store no laws, and there is no target to ask"):
-        student.backward(_stripped([(Example(trace_row("a", [5], [20]), 1.0),)]), forward_kl, None, 0.0)
+        student.backward(_stripped([(Example(trace_row("a", [5], [20]), 1.0),)]), forward_kl)
 
 
 def test_a_trace_without_laws_trains_live_and_not_cached(tmp_path: Path) -> None:

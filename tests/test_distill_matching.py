@@ -151,7 +151,7 @@ def test_gradients_of_a_matched_step_are_slopes(settings: dict[str, object], gro
     draft = _prefix()
     matching = _matching(draft, **settings).at(0.0)
     student = Student.of(draft)
-    student.backward(groups, forward_kl, matching, 1.0)
+    student.backward(groups, forward_kl, matching)
     # The last layer: what it asks changes no keys and values of the stem, which are constants of a step.
     weight = next(weight for name, weight in student.weights.items() if "layers.1.self_attn.q" in name)
     direction = torch.randn(weight.shape, generator=seeded())
@@ -159,7 +159,7 @@ def test_gradients_of_a_matched_step_are_slopes(settings: dict[str, object], gro
     values = []
     for sign in (1.0, -1.0):
         weight.data.add_(direction, alpha=sign * 1e-3)
-        values.append(student.backward(groups, forward_kl, matching, 1.0).loss)
+        values.append(student.backward(groups, forward_kl, matching).loss)
         weight.data.add_(direction, alpha=-sign * 1e-3)
     assert (values[0] - values[1]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-4)
 

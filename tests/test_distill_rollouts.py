@@ -183,7 +183,7 @@ def test_scored_positions_are_those_of_a_longer_context() -> None:
 
     def gradient(example: Example) -> dict[str, torch.Tensor]:
         student = _student()
-        student.backward([(example,)], forward_kl, None, 0.0)
+        student.backward([(example,)], forward_kl)
         return {name: weight.grad for name, weight in student.weights.items()}
 
     for positions in ([2], [1, 2, 3]):

@@ -51,7 +51,7 @@ def _trained(traces: list[Trace], work: Path, **settings: object) -> Distilled:
 def _gradient(groups: list[Group], draft: Draft | None = None, **settings: object) -> tuple[Figures, dict]:
     step = DistillStep(**settings)
     student = Student.of(draft or _draft(), step)
-    figures = student.backward(groups, Schedule.of(step).loss(0.0), None, 0.0)
+    figures = student.backward(groups, Schedule.of(step).loss(0.0))
     return figures, {name: weight.grad.clone() for name, weight in student.weights.items()}
 
 
@@ -68,7 +68,7 @@ def test_checkpointing_computes_every_layer_twice(groups: list[Group]) -> None:
     student = Student.of(_draft(), step)
     attention = student.model.model.layers[0].self_attn
     attention.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    student.backward(groups, Schedule.of(step).loss(0.0), None, 0.0)
+    student.backward(groups, Schedule.of(step).loss(0.0))
     assert calls.count(True) == 2 * calls.count(False)
 
 

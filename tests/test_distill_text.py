@@ -134,7 +134,7 @@ def _gradient(groups: list[Group]) -> dict[str, torch.Tensor]:
     """The sum over positions, not the mean."""
     student = Student.of(init_from_target(tiny_model(), range(1), NO_IDS))
     student.live = LiveTarget(tiny_model(), 259, ALL)
-    student.backward(groups, forward_kl, None, 0.0)
+    student.backward(groups, forward_kl)
     count = sum(map(num_positions, groups))
     return {name: weight.grad * count for name, weight in student.weights.items()}
 

@@ -118,7 +118,7 @@ def test_gradients_of_a_step_do_not_depend_on_how_it_is_packed(traces: list[Trac
     results = []
     for size in (1, 100, 10_000):
         student = Student.of(_first_layers(), DistillStep(pack_tokens=size))
-        figures = student.backward(groups, schedule.loss(0.0), None, 0.0)
+        figures = student.backward(groups, schedule.loss(0.0))
         results.append((figures, {name: weight.grad for name, weight in student.weights.items()}))
     for figures, gradients in results[1:]:
         assert figures.loss == pytest.approx(results[0][0].loss, rel=1e-5)
@@ -131,7 +131,7 @@ def test_gradient_of_a_step_is_that_of_plain_autograd(traces: list[Trace]) -> No
     groups = read_groups(traces)[:4]
     draft = _first_layers()
     student = Student.of(draft)
-    student.backward(groups, Schedule.of(DistillStep()).loss(0.0), None, 0.0)
+    student.backward(groups, Schedule.of(DistillStep()).loss(0.0))
     model = copy.deepcopy(draft.model)
     losses = []
     for row in (example.row for group in groups for example in group):
