@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_decay_falls_from_the_answers_start() -> None:
 def _result(lengths: list[int]) -> LossGradient:
     size = sum(lengths)
     losses, accepted, sure = torch.rand(3, size, generator=seeded(1))
-    return LossGradient(losses, accepted, sure, torch.randn(size, 5, generator=seeded(2)))
+    return LossGradient(losses, accepted, torch.randn(size, 5, generator=seeded(2)), sure)
 
 
 @pytest.mark.parametrize("spec", ["", *SPECS])
@@ -87,6 +88,13 @@ def test_weights_average_one_over_each_answer_and_scale_loss_and_gradient_alike(
     if spec.startswith("confidence"):
         first = result.confidence[:7] ** 2
         torch.testing.assert_close(weights[:7], first / first.mean())
+
+
+def test_weights_by_confidence_are_refused_where_it_is_not_known() -> None:
+    result = replace(_result([3]), confidence=torch.empty(0))
+    with pytest.raises(UserError, match="position_weights: confidence is not known here"):
+        Emphasis(read_position_weights("confidence")).weigh(result, [3], torch.empty(0))
+    assert len(Emphasis(read_position_weights("reach")).weigh(result, [3], torch.empty(0)).losses) == 3
 
 
 @pytest.mark.parametrize("share", [0.4, 0.05])
@@ -125,7 +133,8 @@ def test_a_weighed_step_does_not_depend_on_how_it_is_packed(
 def test_the_reference_is_the_draft_as_it_was_before_training(trace: Trace) -> None:
     draft, groups = _draft(), read_groups([trace])[:3]
     emphasis = Emphasis.of(DistillStep(selective=0.5), draft)
-    losses = emphasis.reference_losses(pack(groups, rows_of_tokens(torch.arange(0), 272)), forward_kl)
+    packed = pack(groups, rows_of_tokens(torch.arange(0), 272))
+    losses = emphasis.reference_losses(packed, packed.law, forward_kl)
     figures = Student.of(draft).backward(groups, forward_kl, None, 0.0)
     assert figures.loss == pytest.approx(float(losses.mean()), rel=1e-5)
 

@@ -1,7 +1,7 @@
 """A draft in training: its weights in float32, and their gradients from packed text."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -70,6 +70,10 @@ class Student:
             weight.requires_grad_()
         return student
 
+    def adopt(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Let weights learn beside the draft's own that are no part of it."""
+        self.weights.update(weights)
+
     def backward(
         self,
         groups: Sequence[Group],
@@ -96,8 +100,8 @@ class Student:
             hidden = seen.last[0, packed.read] / packed.temperatures[:, None]
             result = loss_gradient(hidden.detach(), self._head, packed.law, loss)
             if emphasis is not None:
-                lengths = [len(example.row.answer_ids) for group in part for example in group]
-                result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, loss))
+                lengths = [num_positions((example,)) for group in part for example in group]
+                result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, packed.law, loss))
             roots, gradients = [hidden], [result.hidden / positions]
             loss_sum += float(result.losses.sum())
             acceptance_sum += float(result.acceptance.sum())

@@ -100,7 +100,7 @@ def distill(
     schedule = Schedule.of(settings)
     student = Student.of(draft)
     matching = Matching.of(target.model, student.model, settings)
-    student.weights.update(matching.weights)
+    student.adopt(matching.weights)
     emphasis = Emphasis.of(settings, draft)
     groups = read_groups(traces)
     key = _key(draft, traces, settings)
