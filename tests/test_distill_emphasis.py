@@ -143,7 +143,7 @@ def test_the_reference_is_the_draft_as_it_was_before_training(trace: Trace) -> N
 def test_training_with_weighed_tokens_raises_acceptance(
     settings: dict[str, object], trace: Trace, tmp_path: Path
 ) -> None:
-    step = DistillStep(tokens=3000, batch_tokens=160, learning_rate=1e-2, **settings)
+    step = DistillStep(tokens=2000, batch_tokens=160, learning_rate=1e-2, **settings)
     result = distill(_draft(), [trace], step, tiny_target(), tmp_path / "work")
     before = held_out_acceptance(_draft(), tiny_model(), [trace])
     assert held_out_acceptance(result.draft, tiny_model(), [trace]) > before + 0.03

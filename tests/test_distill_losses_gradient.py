@@ -39,12 +39,12 @@ def _reference(hidden: Tensor, head: Tensor, law: EventLaw, loss: Loss) -> tuple
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("top", [1, 7, VOCAB])
+@pytest.mark.parametrize("top", [1, 7])
 def test_every_chunk_and_block_gives_the_loss_and_gradient_of_plain_autograd(name: str, top: int) -> None:
     hidden, head = hidden_and_head(dtype=torch.float64)
     law, loss = top_of(random_law(dtype=torch.float64), top), read_loss(name)
     losses, gradient = _reference(hidden, head, law, loss)
-    for chunk, block in ((1, 0), (5, 17), (POSITIONS, 0), (1000, 39)):
+    for chunk, block in ((5, 17), (POSITIONS, 0), (1000, 39)):
         result = loss_gradient(hidden, head, law, loss, chunk, block)
         torch.testing.assert_close(result.losses, losses, rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(result.hidden, gradient, rtol=1e-8, atol=1e-9)
@@ -60,7 +60,6 @@ def test_a_whole_law_in_one_chunk_in_many_and_as_a_cached_top_is_one_law(name: s
         loss_gradient(hidden, head, replace(law, whole=False), loss),
         loss_gradient(hidden, head, top_of(law, VOCAB), loss),
         loss_gradient(hidden, head, top_of(law, VOCAB), loss, chunk=5, block=7),
-        loss_gradient(hidden, head, law, loss, chunk=1),
         loss_gradient(hidden, head, law, loss, chunk=7),
     ]
     for other in others:
@@ -74,7 +73,7 @@ def test_a_whole_law_gives_the_loss_and_gradient_of_plain_autograd(name: str) ->
     hidden, head = hidden_and_head(dtype=torch.float64)
     law, loss = random_law(dtype=torch.float64), read_loss(name)
     losses, gradient = _reference(hidden, head, law, loss)
-    for chunk in (1, 5, 1000):
+    for chunk in (5, 1000):
         result = loss_gradient(hidden, head, law, loss, chunk)
         torch.testing.assert_close(result.losses, losses, rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(result.hidden, gradient, rtol=1e-8, atol=1e-9)
@@ -181,10 +180,11 @@ def _largest(call: Callable[..., object], hidden: Tensor, head: Tensor, *argumen
     return mode.elements
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in LOSSES), ("lk_hybrid", torch.bfloat16)], ids=str
+)
 def test_nothing_as_large_as_positions_times_rows_is_ever_made(name: str, dtype: torch.dtype) -> None:
-    positions, rows, chunk, block, top = 90, 1500, 15, 300, 8
+    positions, rows, chunk, block, top = 45, 900, 15, 300, 8
     hidden, head = torch.randn(positions, 4, generator=seeded()).to(dtype), torch.randn(rows, 4, generator=seeded(1))
     head = head.to(dtype)
     events = torch.stack([torch.randperm(rows, generator=seeded(2))[:top] for _ in range(positions)])
