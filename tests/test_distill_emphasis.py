@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from foredraft.core.errors import ModelError, TraceError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
-from foredraft.distill import student as student_module
 from foredraft.distill.data import read_groups, rows_of_tokens
 from foredraft.distill.emphasis import Emphasis, decay, reach, read_position_weights
 from foredraft.distill.init import init_from_target
@@ -72,7 +72,7 @@ def test_decay_falls_from_the_answers_start() -> None:
 def _result(lengths: list[int]) -> LossGradient:
     size = sum(lengths)
     losses, accepted, sure = torch.rand(3, size, generator=seeded(1))
-    return LossGradient(losses, accepted, sure, torch.randn(size, 5, generator=seeded(2)))
+    return LossGradient(losses, accepted, torch.randn(size, 5, generator=seeded(2)), sure)
 
 
 @pytest.mark.parametrize("spec", ["", *SPECS])
@@ -89,6 +89,13 @@ def test_weights_average_one_over_each_answer_and_scale_loss_and_gradient_alike(
         torch.testing.assert_close(weights[:7], first / first.mean())
 
 
+def test_weights_by_confidence_are_refused_where_it_is_not_known() -> None:
+    result = replace(_result([3]), confidence=torch.empty(0))
+    with pytest.raises(UserError, match="position_weights: confidence is not known here"):
+        Emphasis(read_position_weights("confidence")).weigh(result, [3], torch.empty(0))
+    assert len(Emphasis(read_position_weights("reach")).weigh(result, [3], torch.empty(0)).losses) == 3
+
+
 @pytest.mark.parametrize("share", [0.4, 0.05])
 def test_selection_keeps_the_largest_gaps_of_each_answer(share: float) -> None:
     lengths = [7, 1, 12]
@@ -103,13 +110,10 @@ def test_selection_keeps_the_largest_gaps_of_each_answer(share: float) -> None:
 
 
 @pytest.mark.parametrize("settings", [*({"position_weights": spec} for spec in SPECS), {"selective": 0.4}], ids=str)
-def test_a_weighed_step_does_not_depend_on_how_it_is_packed(
-    settings: dict[str, object], trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weighed_step_does_not_depend_on_how_it_is_packed(settings: dict[str, object], trace: Trace) -> None:
     groups, results = read_groups([trace])[:5], []
     for size in (1, 10_000):
-        monkeypatch.setattr(student_module, "_PACK_TOKENS", size)
-        student = Student.of(_draft())
+        student = Student.of(_draft(), DistillStep(pack_tokens=size))
         student.weights["model.norm.weight"].data.mul_(1.1)  # away from the reference
         emphasis = Emphasis.of(DistillStep(**settings), _draft())
         figures = student.backward(groups, forward_kl, emphasis=emphasis)
@@ -125,8 +129,9 @@ def test_a_weighed_step_does_not_depend_on_how_it_is_packed(
 def test_the_reference_is_the_draft_as_it_was_before_training(trace: Trace) -> None:
     draft, groups = _draft(), read_groups([trace])[:3]
     emphasis = Emphasis.of(DistillStep(selective=0.5), draft)
-    losses = emphasis.reference_losses(pack(groups, rows_of_tokens(torch.arange(0), 272)), forward_kl)
-    figures = Student.of(draft).backward(groups, forward_kl)
+    packed = pack(groups, rows_of_tokens(torch.arange(0), 272))
+    losses = emphasis.reference_losses(packed, packed.law, forward_kl)
+    figures = Student.of(draft).backward(groups, forward_kl, None, 0.0)
     assert figures.loss == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
@@ -134,7 +139,7 @@ def test_the_reference_is_the_draft_as_it_was_before_training(trace: Trace) -> N
 def test_training_with_weighed_tokens_raises_acceptance(
     settings: dict[str, object], trace: Trace, tmp_path: Path
 ) -> None:
-    step = DistillStep(tokens=3000, batch_tokens=160, learning_rate=1e-2, **settings)
+    step = DistillStep(tokens=2000, batch_tokens=160, learning_rate=1e-2, **settings)
     result = distill(_draft(), [trace], step, tiny_target(), tmp_path / "work")
     before = held_out_acceptance(_draft(), tiny_model(), [trace])
     assert held_out_acceptance(result.draft, tiny_model(), [trace]) > before + 0.03

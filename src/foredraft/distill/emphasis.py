@@ -24,17 +24,18 @@ from foredraft.distill.packing import Pack
 from foredraft.models.draft import Draft, load_draft
 from foredraft.steps import DistillStep
 
-# What the tokens of one answer weigh, up to a factor, by the target's largest probability and by P(accept) at each.
-PositionWeights = Callable[[Float[Tensor, " answer"], Float[Tensor, " answer"]], Float[Tensor, " answer"]]
+# What the tokens of one answer weigh, up to a factor, by the target's largest probability (empty where it is not known)
+# and by P(accept) at each.
+PositionWeights = Callable[[Float[Tensor, " _"], Float[Tensor, " answer"]], Float[Tensor, " answer"]]
 
 
-def uniform(confidence: Float[Tensor, " answer"], acceptance: Float[Tensor, " answer"]) -> Float[Tensor, " answer"]:
+def uniform(confidence: Float[Tensor, " _"], acceptance: Float[Tensor, " answer"]) -> Float[Tensor, " answer"]:
     """Return 1 for each token: what a draft is scored by, the whole answer alike."""
     return torch.ones_like(acceptance)
 
 
 def decay(
-    confidence: Float[Tensor, " answer"], acceptance: Float[Tensor, " answer"], rate: float = 0.99
+    confidence: Float[Tensor, " _"], acceptance: Float[Tensor, " answer"], rate: float = 0.99
 ) -> Float[Tensor, " answer"]:
     """Return rate^i for the token at distance i from the answer's start.
 
@@ -45,14 +46,16 @@ def decay(
 
 
 def confidence(
-    confidence: Float[Tensor, " answer"], acceptance: Float[Tensor, " answer"], power: float = 1.0
+    confidence: Float[Tensor, " _"], acceptance: Float[Tensor, " answer"], power: float = 1.0
 ) -> Float[Tensor, " answer"]:
     """Return the target's largest probability to a power: where it hesitates, little can be accepted."""
+    if len(confidence) != len(acceptance):
+        raise UserError("position_weights: confidence is not known here; use decay or reach.")
     return confidence**power
 
 
 def reach(
-    confidence: Float[Tensor, " answer"], acceptance: Float[Tensor, " answer"], k: int = 4
+    confidence: Float[Tensor, " _"], acceptance: Float[Tensor, " answer"], k: int = 4
 ) -> Float[Tensor, " answer"]:
     """Return how many target calls one more unit of P(accept) saves at each token, when blocks of k are drafted.
 
@@ -122,7 +125,7 @@ class Reference:
 
     @torch.no_grad()
     def losses(self, pack: Pack, laws: Laws, loss: Loss) -> Float[Tensor, " positions"]:
-        """Return its own losses where the pack is read."""
+        """Return its own losses under the laws of a pack, where that is read."""
         hidden = run_body(self._model, pack).last_hidden_state[0, pack.read] / pack.temperatures[:, None]
         return loss_values(hidden, self._head, laws, loss)
 
@@ -163,7 +166,7 @@ class Emphasis:
         return Emphasis(weights, settings.selective.share, Reference.of(other, draft))
 
     def reference_losses(self, pack: Pack, laws: Laws, loss: Loss) -> Float[Tensor, " _"]:
-        """Return the reference's losses where the pack is read; empty without one."""
+        """Return the reference's losses under the laws of a pack, where that is read; empty without one."""
         return torch.empty(0) if self.reference is None else self.reference.losses(pack, laws, loss)
 
     def weigh(
@@ -176,10 +179,12 @@ class Emphasis:
             lengths: Positions of each answer, in order.
             reference_losses: Of the same positions under the same loss; empty where all are kept.
         """
-        answers = zip(result.confidence.split(list(lengths)), result.acceptance.split(list(lengths)), strict=True)
-        parts = [self.weights(sure, accepted) for sure, accepted in answers]
+        sizes = list(lengths)
+        accepted = result.acceptance.split(sizes)
+        sure = result.confidence.split(sizes) if len(result.confidence) else [result.confidence] * len(sizes)
+        parts = [self.weights(*answer) for answer in zip(sure, accepted, strict=True)]
         if len(reference_losses):
-            gaps = (result.losses - reference_losses).split(list(lengths))
+            gaps = (result.losses - reference_losses).split(sizes)
             parts = [part * _largest(gap, self.share) for part, gap in zip(parts, gaps, strict=True)]
         return result.scaled(torch.cat([_averaging_one(part) for part in parts]))
 

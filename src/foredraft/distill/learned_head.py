@@ -20,7 +20,7 @@ def learned_head_losses(
 
     Holds a few times [chunk, rows].
     """
-    losses, accepted, confidence, gradients = [], [], [], []
+    losses, accepted, gradients = [], [], []
     for start in range(0, len(laws), chunk):
         part = hidden[start : start + chunk].detach().requires_grad_()
         law = laws[start : start + chunk]
@@ -30,9 +30,8 @@ def learned_head_losses(
         head.grad = of_head / positions if head.grad is None else head.grad.add_(of_head / positions)
         losses.append(some.detach())
         accepted.append(acceptance(law, draft_logprobs.detach()))
-        confidence.append(law.probs[:, : max(1, law.rows.shape[1])].amax(-1))
         gradients.append(gradient)
-    return LossGradient(*map(torch.cat, (losses, accepted, confidence, gradients)))
+    return LossGradient(*map(torch.cat, (losses, accepted, gradients)))
 
 
 def _events(logits: Float[Tensor, "some rows"], law: EventLaw) -> Float[Tensor, "some events"]:

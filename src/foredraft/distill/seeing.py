@@ -1,6 +1,6 @@
 """A model's inside as matching compares it: hidden states and attention over packed text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,8 @@ class Seen:
     attention: Mapping[int, Sequence[Attention]]
 
 
-def look(model: PreTrainedModel, pack: Pack, asked: Asked, body: Callable[..., Any] | None = None) -> Seen:
-    """Run a model over a pack and return what was asked for; `body` as of run_body."""
+def look(model: PreTrainedModel, pack: Pack, asked: Asked, **options: Any) -> Seen:
+    """Run a model over a pack and return what was asked for; `options` as of run_body."""
     attention: dict[int, list[Attention]] = {}
 
     def watch(
@@ -73,16 +73,18 @@ def look(model: PreTrainedModel, pack: Pack, asked: Asked, body: Callable[..., A
                 _attention(*group, scale) for group in zip(queries, keys, masks, strict=True) if len(group[2])
             ]
 
-    output = run_body(model, pack, watch if asked.attention else None, body, output_hidden_states=asked.states)
+    watching = watch if asked.attention else None
+    output = run_body(model, pack, watch=watching, output_hidden_states=asked.states, **options)
     return Seen(output.last_hidden_state, output.hidden_states or (), attention)
 
 
 def _attention(
     queries: Float[Tensor, "1 heads tokens width"],
-    keys: Float[Tensor, "1 heads keys width"],
+    keys: Float[Tensor, "1 groups keys width"],
     mask: Float[Tensor, "tokens keys"],
     scale: float | None,
 ) -> Attention:
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
     scores = queries[0].float() @ keys[0].float().mT * (scale or queries.shape[-1] ** -0.5)
     blocked = mask == float("-inf")
     return Attention(torch.log_softmax(scores + mask, -1).masked_fill(blocked, 0.0), blocked)

@@ -102,8 +102,8 @@ class Student:
     def processes(self) -> Processes:
         return self._spread.processes
 
-    def learn_beside(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Train weights that are no part of the draft with it, such as projections."""
+    def adopt(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Let weights learn beside the draft's own that are no part of it, such as projections."""
         self.weights |= weights
         self._outside += weights.values()
 
@@ -164,14 +164,14 @@ class Student:
         laws = self._laws(groups, packed)
         with self.precision():
             asked = matching.asks_draft if matching is not None else NOTHING
-            seen = look(self.model, packed, asked, self._spread.body)
+            seen = look(self.model, packed, asked, body=self._spread.body)
         hidden = seen.last[0, packed.read].float() / packed.temperatures[:, None]
         if self._head.requires_grad:
             result = learned_head_losses(hidden, self._head, laws, loss, positions)
         else:
             result = loss_gradient(hidden.detach(), self._head, laws, loss)
         if emphasis is not None:
-            lengths = [len(example.positions) for group in groups for example in group]
+            lengths = [num_positions((example,)) for group in groups for example in group]
             result = emphasis.weigh(result, lengths, emphasis.reference_losses(packed, laws, loss))
         roots, gradients = [hidden], [result.hidden / positions]
         total = float(result.losses.sum())

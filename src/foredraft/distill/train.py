@@ -144,7 +144,7 @@ def distill(
     trained = list(student.weights)
     student.live = LiveTarget(target.model, len(target.tokenizer), student.row_of_token)
     matching = Matching.of(target.model, student.model, settings)
-    student.learn_beside(matching.weights)
+    student.adopt(matching.weights)
     training = _Training(
         student=student,
         schedule=Schedule.of(settings),

@@ -1,7 +1,7 @@
 """What a loss asks of the hidden states behind a head, without the law over all positions and rows."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -28,14 +28,14 @@ class LossGradient:
     Attributes:
         losses: One for each position.
         acceptance: sum min(target, draft) over events.
-        confidence: The target's largest probability of an event of its own.
         hidden: Gradient of the sum of the losses.
+        confidence: The target's largest probability of an event that is one token; empty where it was not asked.
     """
 
     losses: Float[Tensor, " positions"]
     acceptance: Float[Tensor, " positions"]
-    confidence: Float[Tensor, " positions"]
     hidden: Float[Tensor, "positions hidden"]
+    confidence: Float[Tensor, " _"] = field(default_factory=lambda: torch.empty(0))
 
     def scaled(self, weights: Float[Tensor, " positions"]) -> "LossGradient":
         """Return the gradient of the weighted sum, and the weighted losses."""
@@ -92,15 +92,17 @@ def _walk(
     block = min(block or max(1, _MOST_LOGITS // chunk), num_rows) if chunk else num_rows
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     result = LossGradient(
-        *(hidden.new_empty(len(laws), dtype=dtype) for _ in range(3)),
+        hidden.new_empty(len(laws), dtype=dtype),
+        hidden.new_empty(len(laws), dtype=dtype),
         hidden.new_zeros(hidden.shape, dtype=dtype),
+        hidden.new_empty(len(laws), dtype=dtype),
     )
     by_rows, by_events = None, None
     for start in range(0, len(laws), chunk or 1):
         positions = slice(start, start + chunk)
         law = laws[positions]
         part = LossGradient(
-            *(whole[positions] for whole in (result.losses, result.acceptance, result.confidence, result.hidden))
+            *(whole[positions] for whole in (result.losses, result.acceptance, result.hidden, result.confidence))
         )
         part.confidence.copy_(law.probs[:, : max(1, law.rows.shape[1])].amax(-1))
         if law.whole and law.rows.shape[1] == num_rows:
