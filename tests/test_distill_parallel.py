@@ -36,7 +36,9 @@ trace:
 candidates:
   prefix:
     - init: {{layers: first-2, vocab: 128}}
-    - distill: {{tokens: 1000, batch_tokens: 100, finish: lk_hybrid, layer_matching: 0.1, validation: {{every: 300}}}}
+    - distill:
+        {{tokens: 1000, batch_tokens: 100, pack_tokens: 150, finish: lk_hybrid, layer_matching: 0.1,
+          validation: {{every: 300}}}}
 evaluate: {{num_draft_tokens: 1..2, audit_prompts: 0, cost_repeats: 3}}
 select: {{memory_fraction: 2.0}}
 """

@@ -11,6 +11,7 @@ from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.processes import Processes
 from foredraft.distill.data import Group, read_groups
 from foredraft.distill.init import init_from_target
+from foredraft.distill.optimizer import Updater
 from foredraft.distill.student import Student
 from foredraft.distill.train import Distilled, distill
 from foredraft.distill.validation import Validated, Validation, best_of, hold_out
@@ -112,6 +113,23 @@ def test_training_stops_after_replays_without_a_gain(traces: list[Trace], tmp_pa
     assert (again.curve, again.validations) == (result.curve, result.validations)
     left, right = result.draft.model.state_dict(), again.draft.model.state_dict()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_weights_that_turn_nan_before_a_replay_are_rolled_back(
+    traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = Updater.step, iter(range(100))
+
+    def step(self: Updater, learning_rate: float) -> None:
+        original(self, learning_rate)
+        if next(calls) in (4, 9):
+            next(iter(self.weights.values())).data.fill_(float("nan"))
+
+    monkeypatch.setattr(Updater, "step", step)
+    result = _trained(traces, tmp_path / "work", tokens=1800, validation={"every": 200})
+    assert [rollback.step for rollback in result.rollbacks] == [5]
+    assert [seen.step for seen in result.validations] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert all(bool(torch.isfinite(weight).all()) for weight in result.draft.model.state_dict().values())
 
 
 def test_patience_counts_replays_behind_the_best(traces: list[Trace]) -> None:

@@ -267,6 +267,8 @@ class _Training:
     def _validate(self, step: int) -> None:
         with self._student.precision():
             tokens_per_call, acceptance = self._validation.replay(self._student.draft(), self._student.processes)
+        if not math.isfinite(tokens_per_call):
+            return  # The next step's loss is not finite either, and is taken back.
         seen = Validated(step, self._end_of(step), self._seconds, tokens_per_call, acceptance)
         self._validations.append(seen)
         self._tracker.log({"mean_tokens_per_call": tokens_per_call, "expected_acceptance": acceptance}, step)

@@ -1,13 +1,14 @@
 """What a draft in training is worth: replayed tokens per call on prompts that it does not learn from."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import final
 
 from foredraft.acceptance.evaluate import score_rows
 from foredraft.core.digest import digest_of
+from foredraft.core.errors import NonFiniteError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.processes import Processes, summed
 from foredraft.distill.data import Group
@@ -61,7 +62,7 @@ class Validation:
         self._vocab_size = traces[0].info.vocab_size
         self._settings = settings
         size = sum(len(row.answer_ids) for _, rows in self._rows for row in rows)
-        self._every = settings.every or max(ceil(tokens / _MOST_REPLAYS), _POSITIONS_FOR_EACH_REPLAYED * size)
+        self._every = settings.every or max(math.ceil(tokens / _MOST_REPLAYS), _POSITIONS_FOR_EACH_REPLAYED * size)
 
     @property
     def is_on(self) -> bool:
@@ -79,18 +80,22 @@ class Validation:
     def replay(self, draft: Draft, processes: Processes) -> tuple[float, float]:
         """Return mean_tokens_per_call and expected_acceptance of a draft. All processes must ask.
 
-        Where each holds the whole draft they share the answers; where it is sharded all replay all of them.
+        Both are NaN for a draft that gives NaN. Where each process holds the whole draft they share the answers;
+        where it is sharded all replay all of them.
         """
         ks = [self._settings.num_draft_tokens]
         first, step = (0, 1) if processes.sharded else (processes.rank, processes.count)
-        tokens = calls = accepted = 0.0
         drafter = CausalLMDrafter(draft, SamplingLaw(), self._vocab_size)
-        for law, rows in self._rows:
-            if mine := rows[first::step]:
-                for counted in score_rows("the draft in training", drafter.bind(law), mine, ks):
-                    tokens += counted.tokens
-                    calls += float(counted.counts.calls[0])
-                    accepted += counted.accepted_sum
+        tokens = calls = accepted = 0.0
+        try:
+            for law, rows in self._rows:
+                if mine := rows[first::step]:
+                    for counted in score_rows("the draft in training", drafter.bind(law), mine, ks):
+                        tokens += counted.tokens
+                        calls += float(counted.counts.calls[0])
+                        accepted += counted.accepted_sum
+        except NonFiniteError:
+            calls = accepted = math.nan
         tokens, calls, accepted = summed(tokens, calls, accepted)
         return tokens / calls, accepted / tokens
 
