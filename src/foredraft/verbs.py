@@ -24,7 +24,10 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
-from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.init.build import build
+from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.shared import fold_factors, share_factors
+from foredraft.distill.init.source import check_source, open_source
 from foredraft.distill.resume import forget_points
 from foredraft.distill.train import distill
 from foredraft.models.causal_lm import CausalLMDrafter
@@ -42,11 +45,14 @@ _CALIBRATION_ANSWERS = 32
 
 
 def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
-    """Write a draft of some of the target's layers; a trimmed head keeps the traces' most frequent tokens."""
-    layers = parse_layers(step.layers, target.model.config.num_hidden_layers)
+    """Write a draft as a step describes where it starts; a trimmed head keeps the traces' most frequent tokens."""
     head = rank_tokens(_answer_ids(traces), target.tokenizer, step.vocab) if step.vocab else NO_IDS
-    draft = init_from_target(target.model, layers, head)
-    return save_draft(draft, out, _extended(_blank(target, "causal-lm"), "init", step), target.tokenizer)
+    each = -(-step.calibration // max(len(traces), 1))
+    sample = [answer for trace in traces if step.measures for answer in islice(trace.answers(), each)]
+    built = build(target.model, open_source(target, step), step, sample)
+    manifest = _extended(_blank(target, "causal-lm"), "init", step)
+    manifest = replace(manifest, options={**manifest.options, **built.options})
+    return save_draft(Draft(built.model, head), out, manifest, target.tokenizer)
 
 
 def distill_draft(
@@ -60,13 +66,22 @@ def distill_draft(
     """Train a draft on the target's own answers. A killed run goes on where it was."""
     before = _manifest_for(source, target)
     points = out.with_name(f".{out.name}.training")
-    distilled = distill(load_draft(source, "float32"), traces, step, target, points, progress)
+    draft = _with_factors(load_draft(source, "float32"), target, before)
+    distilled = distill(draft, traces, step, target, points, progress)
+    fold_factors(distilled.draft.model)
     seen = before.training_tokens + distilled.training_tokens
     curve = tuple(asdict(point) for point in distilled.curve)
     manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=curve)
     written = save_draft(distilled.draft, out, manifest, target.tokenizer)
     forget_points(points)
     return written
+
+
+def _with_factors(draft: Draft, target: LocalTarget, manifest: DraftManifest) -> Draft:
+    """Return the draft, its matrices taken apart where it was made to share the target's factors."""
+    if shared := manifest.options.get("shared"):
+        return replace(draft, model=share_factors(draft.model, target.model, shared["layers"], shared["rank"]))
+    return draft
 
 
 def prune_draft(
@@ -154,7 +169,7 @@ def learns(step: Step) -> bool:
         case "ngram":
             return needs_building(step.settings.kind)
         case "init":
-            return step.settings.vocab > 0
+            return step.settings.vocab > 0 or step.settings.measures
         case "prune":
             return step.settings.by == "block-influence"
         case "law":
@@ -180,7 +195,7 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
         case "ngram":
             needs_building(step.settings.kind)
         case "init":
-            parse_layers(step.settings.layers, target.model.config.num_hidden_layers)
+            check_source(target, step.settings)
         case "wrap":
             _wrapper(step.settings)
         case "distill":
@@ -318,7 +333,8 @@ def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManife
     if verb in ("law", "head"):
         return manifest
     # A law that was fitted to other weights says nothing of the new ones.
-    options = {name: value for name, value in manifest.options.items() if name not in ("own_laws", "law_fits")}
+    dropped = ("own_laws", "law_fits") if verb == "distill" else ("own_laws", "law_fits", "shared")
+    options = {name: value for name, value in manifest.options.items() if name not in dropped}
     return replace(manifest, options=options, law=SamplingLaw())
 
 

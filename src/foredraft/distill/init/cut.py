@@ -18,12 +18,14 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """Return the layers that `text` names, of a target with `num_layers`, in ascending order.
 
     Args:
-        text: Terms joined by `+` or `,`: first-6, last-2, every-5 (0, 5, 10, ...), or numbers from 0.
+        text: `all`, or terms joined by `+` or `,`: first-6, last-2, every-5 (0, 5, 10, ...), or numbers from 0.
         num_layers: Layers of the target.
 
     Raises:
         RecipeError: a term that is none of these, a layer that the target lacks, or one named twice.
     """
+    if text.strip() == "all":
+        return tuple(range(num_layers))
     layers: list[int] = []
     for term in re.split(r"[+,]", text):
         match = re.fullmatch(r"\s*(?:(first|last|every)-)?(\d+)\s*", term)

@@ -1,0 +1,160 @@
+"""Closed-form healing: where layers were cut out, the layer before the cut learns to say what they would have said."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foredraft.distill.init.calibration import Batch, watch
+from foredraft.distill.init.width import require_plain_decoder
+from foredraft.models.layers import layer_stack
+
+_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+_CHECK_EVERY = 4  # One batch in four chooses the ridge and measures the repair.
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What healing one layer did, measured on calibration text that the fit did not see.
+
+    Errors are mean squared differences to the target's state / that state's mean square; 0 is a perfect repair.
+
+    Attributes:
+        layer: Of the draft, from 0; its `down_proj` was refitted.
+        depth: Target layers behind which the state lies that it was fitted to.
+        ridge: Of the candidates the one with the least error, in units of the mean feature variance.
+    """
+
+    layer: int
+    depth: int
+    ridge: float
+    error_before: float
+    error_after: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def heal_linear(
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    layers: Sequence[int],
+    batches: Sequence[Batch],
+    every_layer: bool = False,
+    channels: Int[Tensor, " kept"] | None = None,
+) -> list[Repair]:
+    """Refit, in place, the last matrix of each layer of `draft` behind which target layers were cut.
+
+    Least squares with a ridge towards the present weights: the state behind the layer becomes the nearest
+    that its feed-forward features can make to the target's state where the next kept layer starts (or
+    where its final norm does). Every position counts by its relative error, since a norm reads the state
+    next, and so that positions with huge states do not rule. Layers are healed in order, each on what
+    the layers healed before it give.
+
+    Args:
+        draft: Layers `layers` of the target, whose feed-forward part ends in `mlp.down_proj`.
+        layers: In the order in which the draft runs them.
+        batches: Calibration text; a quarter is held back from the fit, and used by the last solve.
+        every_layer: Whether layers with no cut behind them are refitted too, as after narrowing.
+        channels: Channels of the target's state that the draft kept; None for all.
+
+    Returns:
+        One entry for each layer that was refitted.
+
+    Source: Shopkhoev et al. 2025, ReplaceMe (arXiv 2505.02819), equation 4, which fits a square matrix behind
+    `down_proj`; here `down_proj` itself is fitted, a larger family that needs no inverse.
+    """
+    require_plain_decoder(draft)
+    depths = [*layers[1:], len(layer_stack(target))]
+    wanted = [
+        (here, depth)
+        for here, (layer, depth) in enumerate(zip(layers, depths, strict=True))
+        if every_layer or depth != layer + 1
+    ]
+    states = _target_states(target, sorted({depth for _, depth in wanted}), batches, channels)
+    return [_heal_layer(draft, here, depth, states[depth], batches) for here, depth in wanted]
+
+
+@final
+class _Sums:
+    """Running sums of a least-squares problem, in float64: features, residuals, and their products."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        self.gram: Float[Tensor, "features features"] = torch.zeros(features, features, dtype=torch.float64)
+        self.cross: Float[Tensor, "features outputs"] = torch.zeros(features, outputs, dtype=torch.float64)
+        self.square = 0.0
+
+    def add(self, features: Float[Tensor, "positions features"], residual: Float[Tensor, "positions outputs"]) -> None:
+        self.gram += (features.T @ features).cpu()
+        self.cross += (features.T @ residual).cpu()
+        self.square += float(residual.square().sum())
+
+    def error(self, change: Float[Tensor, "features outputs"]) -> float:
+        """Return the sum of squares of residual - features @ change."""
+        return float((change * (self.gram @ change - 2 * self.cross)).sum()) + self.square
+
+
+def _target_states(
+    target: PreTrainedModel, depths: Sequence[int], batches: Sequence[Batch], channels: Int[Tensor, " kept"] | None
+) -> dict[int, list[Float[Tensor, "positions hidden"]]]:
+    states: dict[int, list[Tensor]] = {depth: [] for depth in depths}
+
+    def keep(depth: int) -> Any:
+        def watcher(_: Tensor, output: Tensor) -> None:
+            states[depth].append((output if channels is None else output[:, channels.to(output.device)]).float().cpu())
+
+        return watcher
+
+    stack = layer_stack(target)
+    for batch in batches:
+        watch(target, batch, {stack[depth - 1]: keep(depth) for depth in depths})
+    return states
+
+
+def _heal_layer(
+    draft: PreTrainedModel, here: int, depth: int, wanted: Sequence[Tensor], batches: Sequence[Batch]
+) -> Repair:
+    layer = layer_stack(draft)[here]
+    down: nn.Linear = layer.mlp.down_proj
+    parts = [_Sums(down.in_features, down.out_features) for _ in range(2)]
+    seen: dict[str, Tensor] = {}
+    positions = [0, 0]
+    for number, (batch, state) in enumerate(zip(batches, wanted, strict=True)):
+        part = int(number % _CHECK_EVERY == _CHECK_EVERY - 1)
+        watch(
+            draft,
+            batch,
+            {
+                down: lambda features, _: seen.update(features=features),
+                layer: lambda _, output: seen.update(output=output),
+            },
+        )
+        there = state.to(seen["output"])
+        scale = there.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+        parts[part].add(seen["features"] * scale, (there - seen["output"]) * scale)
+        positions[part] += len(there)
+    fit, check = parts if positions[1] else (parts[0], parts[0])
+    ridge, error = _best_ridge(fit, check)
+    change = _solved(parts[0].gram + parts[1].gram, parts[0].cross + parts[1].cross, ridge)
+    with torch.no_grad():
+        down.weight.add_(change.T.to(down.weight))
+    counted = (positions[1] or positions[0]) * down.out_features
+    return Repair(here, depth, ridge, check.square / counted, error / counted)
+
+
+def _best_ridge(fit: _Sums, check: _Sums) -> tuple[float, float]:
+    """Return the ridge whose solution on `fit` has the least error on `check`, and that error."""
+    errors = {ridge: check.error(_solved(fit.gram, fit.cross, ridge)) for ridge in _RIDGES}
+    best = min(errors, key=lambda ridge: errors[ridge])
+    return best, errors[best]
+
+
+def _solved(
+    gram: Float[Tensor, "features features"], cross: Float[Tensor, "features outputs"], ridge: float
+) -> Float[Tensor, "features outputs"]:
+    size = ridge * gram.diagonal().mean().clamp(min=1e-12)
+    return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + size * torch.eye(len(gram), dtype=gram.dtype)))
