@@ -28,6 +28,11 @@ class Batch:
     token_ids: Int[Tensor, "texts tokens"]
     read: Bool[Tensor, "texts tokens"]
 
+    @property
+    def texts(self) -> Int[Tensor, " positions"]:
+        """The text of each position that is read."""
+        return self.read.nonzero()[:, 0]
+
 
 # Told what a module read and what it gave, at the positions that count.
 Watcher = Callable[[Float[Tensor, "positions in"], Float[Tensor, "positions out"]], None]

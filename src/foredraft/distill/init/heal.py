@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +14,7 @@ from foredraft.distill.init.width import require_plain_decoder
 from foredraft.models.layers import layer_stack
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-_CHECK_EVERY = 4  # One batch in four chooses the ridge and measures the repair.
+_CHECK_EVERY = 4  # One text in four chooses the ridge and measures the repair.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def heal_linear(
     Args:
         draft: Layers `layers` of the target, whose feed-forward part ends in `mlp.down_proj`.
         layers: In the order in which the draft runs them.
-        batches: Calibration text; a quarter is held back from the fit, and used by the last solve.
+        batches: Calibration text; one text in four is held back where the ridge is chosen, and used by the last solve.
         every_layer: Whether layers with no cut behind them are refitted too, as after narrowing.
         channels: Channels of the target's state that the draft kept; None for all.
 
@@ -79,23 +79,42 @@ def heal_linear(
     return [_heal_layer(draft, here, depth, states[depth], batches) for here, depth in wanted]
 
 
-@final
+@dataclass(slots=True)
 class _Sums:
-    """Running sums of a least-squares problem, in float64: features, residuals, and their products."""
+    """A least-squares problem as sums over its positions, in float64: of products of features and residuals."""
 
-    def __init__(self, features: int, outputs: int) -> None:
-        self.gram: Float[Tensor, "features features"] = torch.zeros(features, features, dtype=torch.float64)
-        self.cross: Float[Tensor, "features outputs"] = torch.zeros(features, outputs, dtype=torch.float64)
-        self.square = 0.0
+    gram: Float[Tensor, "features features"]
+    cross: Float[Tensor, "features outputs"]
+    square: float = 0.0
+    positions: int = 0
+
+    @staticmethod
+    def empty(features: int, outputs: int) -> "_Sums":
+        return _Sums(
+            torch.zeros(features, features, dtype=torch.float64), torch.zeros(features, outputs, dtype=torch.float64)
+        )
 
     def add(self, features: Float[Tensor, "positions features"], residual: Float[Tensor, "positions outputs"]) -> None:
         self.gram += (features.T @ features).cpu()
         self.cross += (features.T @ residual).cpu()
         self.square += float(residual.square().sum())
+        self.positions += len(features)
+
+    def with_(self, other: "_Sums") -> "_Sums":
+        return _Sums(
+            self.gram + other.gram,
+            self.cross + other.cross,
+            self.square + other.square,
+            self.positions + other.positions,
+        )
 
     def error(self, change: Float[Tensor, "features outputs"]) -> float:
         """Return the sum of squares of residual - features @ change."""
         return float((change * (self.gram @ change - 2 * self.cross)).sum()) + self.square
+
+    def mean(self, square: float) -> float:
+        """Return a sum of squares by position and output; 0 where there is none."""
+        return square / (max(self.positions, 1) * self.cross.shape[1])
 
 
 def _target_states(
@@ -120,11 +139,10 @@ def _heal_layer(
 ) -> Repair:
     layer = layer_stack(draft)[here]
     down: nn.Linear = layer.mlp.down_proj
-    parts = [_Sums(down.in_features, down.out_features) for _ in range(2)]
+    parts = [_Sums.empty(down.in_features, down.out_features) for _ in range(2)]
     seen: dict[str, Tensor] = {}
-    positions = [0, 0]
-    for number, (batch, state) in enumerate(zip(batches, wanted, strict=True)):
-        part = int(number % _CHECK_EVERY == _CHECK_EVERY - 1)
+    texts = 0
+    for batch, state in zip(batches, wanted, strict=True):
         watch(
             draft,
             batch,
@@ -135,26 +153,28 @@ def _heal_layer(
         )
         there = state.to(seen["output"])
         scale = there.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-        parts[part].add(seen["features"] * scale, (there - seen["output"]) * scale)
-        positions[part] += len(there)
-    fit, check = parts if positions[1] else (parts[0], parts[0])
-    ridge, error = _best_ridge(fit, check)
-    change = _solved(parts[0].gram + parts[1].gram, parts[0].cross + parts[1].cross, ridge)
+        features, residual = seen["features"] * scale, (there - seen["output"]) * scale
+        held_back = (texts + batch.texts.to(scale.device)) % _CHECK_EVERY == _CHECK_EVERY - 1
+        parts[0].add(features[~held_back], residual[~held_back])
+        parts[1].add(features[held_back], residual[held_back])
+        texts += len(batch.token_ids)
+    fit, check = parts
+    ridge = _best_ridge(fit, check)
+    error = check.mean(check.error(_solved(fit, ridge)))
+    change = _solved(fit.with_(check), ridge)
     with torch.no_grad():
         down.weight.add_(change.T.to(down.weight))
-    counted = (positions[1] or positions[0]) * down.out_features
-    return Repair(here, depth, ridge, check.square / counted, error / counted)
+    return Repair(here, depth, ridge, check.mean(check.square), error)
 
 
-def _best_ridge(fit: _Sums, check: _Sums) -> tuple[float, float]:
-    """Return the ridge whose solution on `fit` has the least error on `check`, and that error."""
-    errors = {ridge: check.error(_solved(fit.gram, fit.cross, ridge)) for ridge in _RIDGES}
-    best = min(errors, key=lambda ridge: errors[ridge])
-    return best, errors[best]
+def _best_ridge(fit: _Sums, check: _Sums) -> float:
+    """Return the ridge whose solution on `fit` has the least error on `check`, the largest where that is empty."""
+    if not check.positions:
+        return _RIDGES[-1]
+    return min(_RIDGES, key=lambda ridge: check.error(_solved(fit, ridge)))
 
 
-def _solved(
-    gram: Float[Tensor, "features features"], cross: Float[Tensor, "features outputs"], ridge: float
-) -> Float[Tensor, "features outputs"]:
-    size = ridge * gram.diagonal().mean().clamp(min=1e-12)
-    return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + size * torch.eye(len(gram), dtype=gram.dtype)))
+def _solved(sums: _Sums, ridge: float) -> Float[Tensor, "features outputs"]:
+    size = ridge * sums.gram.diagonal().mean().clamp(min=1e-12)
+    regular = sums.gram + size * torch.eye(len(sums.gram), dtype=torch.float64)
+    return torch.cholesky_solve(sums.cross, torch.linalg.cholesky(regular))
