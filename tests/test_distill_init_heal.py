@@ -27,7 +27,9 @@ def relative_error(draft: PreTrainedModel, target: PreTrainedModel, text: list[B
     for batch in text:
         states: list[Tensor] = []
         for model in (draft, target):
-            handle = layer_stack(model)[-1].register_forward_hook(lambda _, __, output: states.append(output))
+            handle = layer_stack(model)[-1].register_forward_hook(
+                lambda _, __, output, into=states: into.append(output)
+            )
             with torch.no_grad():
                 model.base_model(batch.token_ids, use_cache=False)
             handle.remove()

@@ -38,7 +38,7 @@ def set_rows(model: PreTrainedModel, rows: int) -> None:
 def replace_rows(
     model: PreTrainedModel, embeddings: Float[Tensor, "rows hidden"], head: Float[Tensor, "rows hidden"]
 ) -> None:
-    """Give a model, in place, other embeddings and another head; where the two are tied, the embeddings serve as both."""
+    """Give a model, in place, other embeddings and another head; where the two are tied, the former serve as both."""
     table, linear = model.get_input_embeddings(), model.get_output_embeddings()
     tied = linear.weight is table.weight
     table.weight = nn.Parameter(embeddings)

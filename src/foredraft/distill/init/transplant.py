@@ -20,7 +20,7 @@ class Origins:
     """Which tokens of another vocabulary each token of the target's is made of.
 
     Attributes:
-        pieces: By id of the target: ids of the other; the mean of their rows is the token's row. Empty where nothing fits.
+        pieces: By id of the target: ids of the other, the mean of whose rows is the token's; none where nothing fits.
         copied: Tokens that both have, letter for letter.
     """
 
@@ -66,7 +66,7 @@ def transplant_vocabulary(
 def find_origins(tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase, rows: int) -> Origins:
     """Return what each of the target's tokens is made of; see transplant_vocabulary."""
     spelled, texts = tokenizer.get_vocab(), _texts(tokenizer)
-    own = {text: index for index, text in reversed(texts.items())}
+    own = _ids_by_text(texts, tokenizer)
     roles = _shared_roles(tokenizer, target_tokenizer)
     pieces: list[Sequence[int]] = [()] * rows
     copied, cut = 0, []
@@ -118,9 +118,21 @@ def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     return texts
 
 
+def _ids_by_text(texts: Mapping[int, bytes], tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
+    """Return the token of each text, the first one where several spell it; bytes stand in only where no piece does."""
+    tokens = dict(zip(texts, tokenizer.convert_ids_to_tokens(list(texts)), strict=True))
+    return {
+        text: index for index, text in sorted(texts.items(), key=lambda item: (not _is_byte(tokens[item[0]]), -item[0]))
+    }
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
 def _piece_text(token: str) -> bytes:
     """Return what a SentencePiece token stands for: <0x0A> is a byte, the low line a blank."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if _is_byte(token):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode("utf-8")
 

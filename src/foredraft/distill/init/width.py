@@ -90,8 +90,8 @@ class Importance:
         heads: For each layer and key-value head the root mean square of what its group of heads adds to the
             residual stream, [layers, kv_heads]; correlations within the group are left out.
         ffn: The same for each feed-forward channel, [layers, ffn].
-        squares: For each norm, in the order of `_all_norms`, the mean of its input's squares, relative to their mean over
-            channels.
+        squares: For each norm, in the order of `_all_norms`, the mean of its input's squares, relative to their mean
+            over channels.
 
     Source: Muralidharan et al. 2024, Minitron (arXiv 2407.14679), section 2.2, whose measures are means of magnitudes
     of the same activations; that an activation counts with the norm of the weights that read it is Wanda's (Sun
