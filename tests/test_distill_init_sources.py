@@ -83,7 +83,7 @@ def test_a_narrower_new_model_keeps_what_tells_the_targets_tokens_apart() -> Non
 )
 def test_widths_without_whole_heads_are_refused(widths: Widths, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        scratch_shape(Shape(32, 4, 2, 8, 64), widths)
+        scratch_shape(Shape(32, 4, 2, 8, 64), widths, False)
     assert message in str(caught.value)
 
 
@@ -269,6 +269,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, object], messag
         (InitStep(heads=1, layers="all"), RecipeError, "breaks the grouping"),
         (InitStep(hidden=30, layers="all"), RecipeError, "Nearest hidden for 4 heads: 28 or 32"),
         (InitStep(source="scratch", layers="all", hidden=30), RecipeError, "heads of even size"),
+        (InitStep(source="scratch", layers="all", hidden=64), RecipeError, "Set embeddings: random"),
         (InitStep(source="./no/such/model"), ModelError, "There is no folder ./no/such/model"),
     ],
 )

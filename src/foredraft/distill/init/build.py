@@ -75,7 +75,7 @@ def require_possible(config: PretrainedConfig, step: InitStep) -> None:
     """
     layers = parse_layers(step.layers, config.get_text_config().num_hidden_layers)
     if step.source == "scratch":
-        scratch_shape(Shape.of(config), _widths(step))
+        scratch_shape(Shape.of(config), _widths(step), step.embeddings == "random")
         return
     if step.is_narrower:
         narrowed_shape(Shape.of(config), _widths(step))

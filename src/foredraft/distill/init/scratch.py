@@ -21,13 +21,14 @@ class Plan:
     widths: Widths
 
 
-def scratch_shape(shape: Shape, widths: Widths) -> Shape:
+def scratch_shape(shape: Shape, widths: Widths, own_ends: bool) -> Shape:
     """Return the shape of a new model beside a target of `shape`.
 
     Heads keep the target's grouping where their number allows it, and are ungrouped otherwise.
 
     Raises:
-        RecipeError: hidden channels that the heads do not divide, or into heads of an odd size.
+        RecipeError: hidden channels that the heads do not divide, or into heads of an odd size; or the target's
+            embeddings asked for at more than its width.
     """
     hidden, heads = widths.hidden or shape.hidden, widths.heads or shape.heads
     group = shape.group if heads % shape.group == 0 else 1
@@ -35,6 +36,11 @@ def scratch_shape(shape: Shape, widths: Widths) -> Shape:
         below = hidden - hidden % (2 * heads)
         valid = " or ".join(str(size) for size in (below, below + 2 * heads) if size)
         raise RecipeError(f"hidden: {hidden} does not split into {heads} heads of even size. Nearest: {valid}.")
+    if hidden > shape.hidden and not own_ends:
+        raise RecipeError(
+            f"hidden: {hidden} is more than the {shape.hidden} of the target, whose embeddings the draft takes over. "
+            "Set embeddings: random, or ask for less."
+        )
     same = (hidden, heads) == (shape.hidden, shape.heads)
     return Shape(hidden, heads, group, shape.head_dim if same else hidden // heads, widths.ffn or shape.ffn)
 
@@ -52,15 +58,9 @@ def init_from_scratch(
         generator: Draws every matrix, from a normal law of the width that the target's configuration states.
 
     Raises:
-        RecipeError: the target's embeddings are asked for at more than its width.
+        RecipeError: see scratch_shape.
     """
-    shape = Shape.of(target.config)
-    wanted = scratch_shape(shape, plan.widths)
-    if wanted.hidden > shape.hidden and not own_ends:
-        raise RecipeError(
-            f"hidden: {wanted.hidden} is more than the {shape.hidden} of the target, whose embeddings the draft "
-            "takes over. Set embeddings: random, or ask for less."
-        )
+    wanted = scratch_shape(Shape.of(target.config), plan.widths, own_ends)
     config = _config(target.config, plan.layers, wanted)
     with torch.random.fork_rng(devices=[]):
         model = type(target)(config).to(target.dtype).to(target.device).eval()
