@@ -22,7 +22,7 @@ class InitStep(Settings):
     heads: int = Field(0, ge=0, description="Attention heads kept, in whole key-value groups; 0 keeps all.")
     ffn: int = Field(0, ge=0, description="Feed-forward channels kept; 0 keeps all.")
     heal: Literal["none", "linear"] = Field(
-        "none", description="linear: refit by least squares the layers behind which others were cut, without training."
+        "none", description="linear: refit by least squares the layers from the first cut on, without training."
     )
     share_rank: int = Field(
         0, ge=0, description="Train each matrix as U V, U this many leading singular vectors of the target's; 0: whole."

@@ -1,4 +1,4 @@
-"""Closed-form healing: where layers were cut out, the layer before the cut learns to say what they would have said."""
+"""Closed-form healing: where layers were cut out, the layers left learn to say what those would have said."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -47,19 +47,19 @@ def heal_linear(
     every_layer: bool = False,
     channels: Int[Tensor, " kept"] | None = None,
 ) -> list[Repair]:
-    """Refit, in place, the last matrix of each layer of `draft` behind which target layers were cut.
+    """Refit, in place, the last matrix of each layer of `draft` from the first cut on.
 
     Least squares with a ridge towards the present weights: the state behind the layer becomes the nearest
     that its feed-forward features can make to the target's state where the next kept layer starts (or
     where its final norm does). Every position counts by its relative error, since a norm reads the state
     next, and so that positions with huge states do not rule. Layers are healed in order, each on what
-    the layers healed before it give.
+    the layers healed before it give; those behind a cut so make up for what its repair left.
 
     Args:
         draft: Layers `layers` of the target, whose feed-forward part ends in `mlp.down_proj`.
         layers: In the order in which the draft runs them.
         batches: Calibration text; one text in four is held back where the ridge is chosen, and used by the last solve.
-        every_layer: Whether layers with no cut behind them are refitted too, as after narrowing.
+        every_layer: Whether layers before the first cut are refitted too, as after narrowing.
         channels: Channels of the target's state that the draft kept; None for all.
 
     Returns:
@@ -70,11 +70,9 @@ def heal_linear(
     """
     require_plain_decoder(draft)
     depths = [*layers[1:], len(layer_stack(target))]
-    wanted = [
-        (here, depth)
-        for here, (layer, depth) in enumerate(zip(layers, depths, strict=True))
-        if every_layer or depth != layer + 1
-    ]
+    cuts = [here for here, (layer, depth) in enumerate(zip(layers, depths, strict=True)) if depth != layer + 1]
+    first = 0 if every_layer else min(cuts, default=len(layers))
+    wanted = list(enumerate(depths))[first:]
     states = _target_states(target, sorted({depth for _, depth in wanted}), batches, channels)
     return [_heal_layer(draft, here, depth, states[depth], batches) for here, depth in wanted]
 
