@@ -14,7 +14,7 @@ from foredraft.cli import app, main
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 VERBS = [
-    "run", "collect", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
+    "run", "collect", "init", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
     "report", "generate", "check", "compare", "fit-law", "hardware", "counters",
 ]  # fmt: skip
 RECIPE = """
@@ -118,6 +118,10 @@ def test_every_verb_shows_an_example_and_offers_json(verb: str) -> None:
         ("evaluate-acceptance --target TARGET --drafter prompt-lookup --prompts PROMPTS --out FULL", "holds something"),
         ("evaluate-acceptance --target TARGET --drafter OTHER --prompts PROMPTS --out OUT", "token 3 is"),
         ("evaluate-acceptance --target TARGET --drafter prompt-lookup --out OUT", "Give --prompts, or --trace"),
+        ("init --target TARGET --set layers=first-9 --out OUT", "the target has 4"),
+        ("init --target TARGET --set heal=linear --out OUT", "give --trace"),
+        ("init --target TARGET --trace TRACE --set layers=all --set heads=1 --out OUT", "Nearest: 2."),
+        ("init --target TARGET --set from=no/such/folder --out OUT", "There is no folder no/such/folder"),
         ("distill --target TARGET --trace EMPTY --out OUT", "is no trace"),
         ("distill --target TARGET --trace TRACE --layers first-9 --out OUT", "the target has 4"),
         ("distill --target TARGET --trace TRACE --set tokens=none --out OUT", "tokens: "),
@@ -170,6 +174,7 @@ def test_the_verbs_work_alone_on_files_the_user_names(
     small = ("--set", "num_draft_tokens=2", "--set", "audit_prompts=1", "--set", "cost_repeats=3")
     short = ("--set", "tokens=600", "--set", "batch_tokens=64")
     steps: list[tuple[object, ...]] = [
+        ("init", *common, "--trace", trace, "--set", "layers=first-2", "--set", "heal=linear", "--out", tmp_path / "i"),
         ("distill", *common, "--trace", trace, "--layers", "first-3", *short, "--out", tmp_path / "d"),
         ("prune", tmp_path / "d", *common, "--trace", trace, "--out", tmp_path / "p"),
         ("quantize", tmp_path / "d", *common, "--out", tmp_path / "q"),

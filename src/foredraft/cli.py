@@ -179,6 +179,45 @@ def collect(
 
 @app.command(
     epilog="""
+Examples:
+
+    foredraft init --target my-model --trace trace --set layers=first-4+last-2 --set heal=linear --out draft
+
+    foredraft init --target my-model --trace trace --set layers=first-8 --set heads=6 --set ffn=1024 --out narrow
+
+    foredraft init --target my-model --set from=small-sibling --out sibling
+"""
+)
+def init(
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    traces: Annotated[
+        list[Path],
+        typer.Option(
+            "--trace", help="What the target wrote; repeat for more.", default_factory=list, show_default=False
+        ),
+    ],
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Make an untrained draft: layers of the target or of a sibling, narrowed, healed, or new."""
+    from foredraft import verbs
+    from foredraft.recipe import settings_from
+    from foredraft.steps import InitStep, Step
+
+    step = settings_from(InitStep, overrides)
+    if verbs.learns(Step(init=step)) and not traces:
+        raise UserError("vocab, hidden, heads, ffn and heal are decided by what the target wrote: give --trace.")
+    loaded = _target(target, dtype, adapter, trust_remote_code)
+    verbs.refuse_impossible(Step(init=step), loaded)
+    _print_draft(out, verbs.init_draft(loaded, _traces(traces), step, out), as_json)
+
+
+@app.command(
+    epilog="""
 Example:
 
     foredraft distill --target my-model --trace trace --layers first-6 --set tokens=200_000 --out draft

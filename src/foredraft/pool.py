@@ -215,6 +215,8 @@ class _Run:
             return self._stage(
                 name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, progress)
             )
+        if step.settings.is_sibling:
+            inputs = digest_of([inputs, _spec_key(step.settings.source)])
         return self._stage(name, step, inputs, lambda out: verbs.init_draft(self.target, train, step.settings, out))
 
     def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:

@@ -8,11 +8,71 @@ from foredraft.settings import LawSettings, Settings
 
 
 class InitStep(Settings):
-    """Start a draft from layers of the target."""
+    """Where a draft starts: layers of the target or of another model, or random weights."""
 
-    source: Literal["target"] = Field("target", alias="from")
-    layers: str = Field("first-6", description="first-6, every-5, first-4+last-2, or a list 0,1,2,28,29.")
+    source: str = Field(
+        "target", alias="from", description="target, scratch, or a smaller model of its family: folder or hub id."
+    )
+    layers: str = Field(
+        "first-6",
+        description="first-6, every-5, first-4+last-2, a list 0,1,2,28,29, or all. Of another model all, unless given.",
+    )
     vocab: int = Field(0, ge=0, description="Rows of the head kept, most frequent in the trace first; 0 keeps all.")
+    hidden: int = Field(0, ge=0, description="Hidden channels kept, the most important ones; 0 keeps all.")
+    heads: int = Field(0, ge=0, description="Attention heads kept, in whole key-value groups; 0 keeps all.")
+    ffn: int = Field(0, ge=0, description="Feed-forward channels kept; 0 keeps all.")
+    heal: Literal["none", "linear"] = Field(
+        "none", description="linear: refit by least squares the layers from the first cut on, without training."
+    )
+    share_rank: int = Field(
+        0, ge=0, description="Train each matrix as U V, U this many leading singular vectors of the target's; 0: whole."
+    )
+    transplant: bool = Field(
+        False, description="Compose embeddings and head of another family for the target's tokens."
+    )
+    embeddings: Literal["target", "random"] = Field(
+        "target", description="From scratch: the target's, projected where the draft is narrower, or random."
+    )
+    calibration: int = Field(96, ge=1, description="Answers that widths and repairs are measured on.")
+    seed: int = Field(0, description="From scratch: of the random weights.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_siblings(cls, data: Any) -> Any:
+        """Another model is small already: all of its layers are kept unless the recipe names some."""
+        if isinstance(data, dict) and "layers" not in data:
+            source = data.get("from", data.get("source", "target"))
+            return data if source in ("target", "scratch") else {**data, "layers": "all"}
+        return data
+
+    @model_validator(mode="after")
+    def _settings_have_effect(self) -> "InitStep":
+        if self.transplant and not self.is_sibling:
+            raise ValueError("transplant is about another model: name it, from: folder or hub id")
+        if self.source == "scratch" and (self.heal != "none" or self.share_rank):
+            raise ValueError(
+                "random weights have nothing to heal and no factors to share: leave heal and share_rank out"
+            )
+        if self.source != "scratch" and (self.embeddings != "target" or self.seed):
+            raise ValueError("embeddings and seed are about random weights: leave them out, or set from: scratch")
+        if self.share_rank and (self.is_sibling or self.is_narrower):
+            raise ValueError(
+                "factors are shared with layers of the target at its own width: leave out other sources and widths"
+            )
+        return self
+
+    @property
+    def is_sibling(self) -> bool:
+        return self.source not in ("target", "scratch")
+
+    @property
+    def is_narrower(self) -> bool:
+        return any((self.hidden, self.heads, self.ffn))
+
+    @property
+    def measures(self) -> bool:
+        """Whether it is made by what activations on the target's answers are."""
+        return self.source != "scratch" and (self.is_narrower or self.heal != "none")
 
 
 class ValidationSettings(Settings):

@@ -27,7 +27,10 @@ from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
 from foredraft.distill.documents import documents_digest, read_documents
 from foredraft.distill.emphasis import read_position_weights
-from foredraft.distill.init import init_from_target, parse_layers, rank_tokens
+from foredraft.distill.init.build import build
+from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.shared import fold_factors, share_factors
+from foredraft.distill.init.source import check_source, open_source
 from foredraft.distill.leaks import without_leaks
 from foredraft.distill.losses import read_loss
 from foredraft.distill.resume import forget_points
@@ -48,11 +51,14 @@ _CALIBRATION_ANSWERS = 32
 
 
 def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
-    """Write a draft of some of the target's layers; a trimmed head keeps the traces' most frequent tokens."""
-    layers = parse_layers(step.layers, target.model.config.num_hidden_layers)
+    """Write a draft as a step describes where it starts; a trimmed head keeps the traces' most frequent tokens."""
     head = rank_tokens(_answer_ids(traces), target.tokenizer, step.vocab) if step.vocab else NO_IDS
-    draft = init_from_target(target.model, layers, head)
-    return save_draft(draft, out, _extended(_blank(target, "causal-lm"), "init", step), target.tokenizer)
+    each = -(-step.calibration // max(len(traces), 1))
+    sample = [answer for trace in traces if step.measures for answer in islice(trace.answers(), each)]
+    built = build(target.model, open_source(target, step), step, sample)
+    manifest = _extended(_blank(target, "causal-lm"), "init", step)
+    manifest = replace(manifest, options={**manifest.options, **built.options})
+    return save_draft(Draft(built.model, head), out, manifest, target.tokenizer)
 
 
 def distill_draft(
@@ -75,9 +81,11 @@ def distill_draft(
     _refuse_missing_files(source, before)
     points = out.with_name(f".{out.name}.training")
     texts = text_folder or out.with_name(f"{out.name}-text")
-    job = _Training(source, tuple(trace.path for trace in traces), step, points, texts, tuple(held_out))
+    places = tuple(trace.path for trace in traces)
+    job = _Training(source, before.options.get("shared", {}), places, step, points, texts, tuple(held_out))
     from_main(job)
     distilled = job.run(target, traces, progress)
+    fold_factors(distilled.draft.model)
     seen = before.training_tokens + distilled.training_tokens
     manifest = replace(_extended(before, "distill", step), training_tokens=seen, curve=distilled.entries())
     written = save_draft(distilled.draft, out, manifest, target.tokenizer)
@@ -87,9 +95,14 @@ def distill_draft(
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What the main process asks the others to train with it."""
+    """What the main process asks the others to train with it.
+
+    Attributes:
+        shared: Which matrices are taken apart into factors shared with the target, as the manifest says it.
+    """
 
     source: Path
+    shared: dict[str, Any]
     traces: tuple[Path, ...]
     step: DistillStep
     points: Path
@@ -98,6 +111,9 @@ class _Training:
 
     def run(self, target: LocalTarget, traces: Sequence[Trace], progress: Progress) -> Distilled:
         draft = load_draft(self.source, "float32")
+        if self.shared:
+            model = share_factors(draft.model, target.model, self.shared["layers"], self.shared["rank"])
+            draft = replace(draft, model=model)
         return distill(draft, traces, self.step, target, self.points, progress, self.texts, self.held_out)
 
 
@@ -201,7 +217,7 @@ def learns(step: Step) -> bool:
         case "ngram":
             return needs_building(step.settings.kind)
         case "init":
-            return step.settings.vocab > 0
+            return step.settings.vocab > 0 or step.settings.measures
         case "prune":
             return step.settings.by == "block-influence"
         case "law":
@@ -240,7 +256,7 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
         case "ngram":
             needs_building(step.settings.kind)
         case "init":
-            parse_layers(step.settings.layers, target.model.config.num_hidden_layers)
+            check_source(target, step.settings)
         case "wrap":
             _wrapper(step.settings)
         case "distill":
@@ -388,7 +404,8 @@ def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManife
     if verb in ("law", "head"):
         return manifest
     # A law that was fitted to other weights says nothing of the new ones.
-    options = {name: value for name, value in manifest.options.items() if name not in ("own_laws", "law_fits")}
+    dropped = ("own_laws", "law_fits") if verb == "distill" else ("own_laws", "law_fits", "shared")
+    options = {name: value for name, value in manifest.options.items() if name not in dropped}
     return replace(manifest, options=options, law=SamplingLaw())
 
 

@@ -2,13 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from foredraft.core.errors import RecipeError
 from foredraft.models.draft import Draft
@@ -20,12 +18,14 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """Return the layers that `text` names, of a target with `num_layers`, in ascending order.
 
     Args:
-        text: Terms joined by `+` or `,`: first-6, last-2, every-5 (0, 5, 10, ...), or numbers from 0.
+        text: `all`, or terms joined by `+` or `,`: first-6, last-2, every-5 (0, 5, 10, ...), or numbers from 0.
         num_layers: Layers of the target.
 
     Raises:
         RecipeError: a term that is none of these, a layer that the target lacks, or one named twice.
     """
+    if text.strip() == "all":
+        return tuple(range(num_layers))
     layers: list[int] = []
     for term in re.split(r"[+,]", text):
         match = re.fullmatch(r"\s*(?:(first|last|every)-)?(\d+)\s*", term)
@@ -71,27 +71,3 @@ def init_from_target(
     """
     shared = [target.get_input_embeddings().weight, target.get_output_embeddings().weight]
     return Draft(keep_layers(target, layers, shared), head_token_ids)
-
-
-def rank_tokens(answers: Iterable[np.ndarray], tokenizer: PreTrainedTokenizerBase, rows: int) -> Int[Tensor, " kept"]:
-    """Return the rows of a trimmed head, increasing: the tokens that the target emits most often.
-
-    Always holds every special and added token, and never fewer than `rows` tokens, unless the tokenizer
-    has no more: what the answers leave open is filled in the order of ids, which in byte-pair
-    vocabularies is that of frequency.
-
-    Args:
-        answers: Token ids that the target wrote.
-        tokenizer: Names the special tokens, and the ids that are tokens and not padding.
-        rows: Rows asked for; 0 keeps the whole head and returns an empty list.
-    """
-    if rows == 0:
-        return NO_IDS
-    num_tokens = len(tokenizer)
-    counts = sum(
-        (np.bincount(answer, minlength=num_tokens) for answer in answers), np.zeros(num_tokens, dtype=np.int64)
-    )
-    special = sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
-    counts[special] = np.iinfo(np.int64).max
-    kept = np.argsort(-counts, kind="stable")[: max(rows, len(special))]
-    return torch.from_numpy(np.sort(kept))
