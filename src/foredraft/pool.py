@@ -208,12 +208,17 @@ class _Run:
         source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
             "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
+            "adapt": lambda out: verbs.adapt_draft(
+                source, self.target, verbs.served_texts(settings.buffer, self.target), train, (), settings, out, progress
+            ),
+            "meta": lambda out: verbs.meta_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }
         learnt = _keys(train) if verbs.learns(step) else []
+        learnt += _keys([open_trace(folder) for folder in settings.buffer]) if step.verb == "adapt" else []
         return self._stage(name, step, digest_of([made.key, *learnt]), make[step.verb])
 
     def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:
