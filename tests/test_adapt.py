@@ -286,46 +286,52 @@ def test_what_cannot_be_meant_is_refused(
         online.adapt_online(tmp_path, target, requests, 1.0, [], [], AdaptStep(buffer=buffers), tmp_path / "out")
 
 
-SHIFTS = 12
+CIRCLE, ASKED = 6, 4
 
 
 def _task(shift: int, draws: int, seed: int) -> Text:
-    """One domain of planted answers: the token behind x is x + shift, in a circle of 40."""
-    firsts = torch.randint(0, 40, (draws,), generator=torch.Generator().manual_seed(seed)).tolist()
+    """One domain of planted answers: a random token x of a circle, then x + shift, ASKED times over."""
+    generator = torch.Generator().manual_seed(seed)
     rows = []
-    for number, first in enumerate(firsts):
-        law = torch.full((1, 272), 0.02 / 271)
-        law[0, 10 + (first + shift) % 40] = 0.98
-        answer = [10 + (first + shift) % 40]
-        name = f"{shift}-{seed}-{number}"
-        rows.append(trace_row(name, [5, 10 + first], answer, law, domain=f"shift {shift}", greedy=False))
+    for number in range(draws):
+        first = torch.randint(0, CIRCLE, (ASKED,), generator=generator)
+        token_ids = 10 + torch.stack([first, (first + shift) % CIRCLE], 1).flatten()
+        law = torch.zeros(2 * ASKED - 1, 272)
+        law[1::2, 10 : 10 + CIRCLE] = 1 / CIRCLE
+        law[0::2] = 0.02 / 271
+        law[torch.arange(0, 2 * ASKED - 1, 2), token_ids[1::2]] = 0.98
+        ids = token_ids.tolist()
+        rows.append(
+            trace_row(f"{shift}-{seed}-{number}", [5, ids[0]], ids[1:], law, 16, f"shift {shift}", greedy=False)
+        )
     return Text(SamplingLaw(), 1.0, tuple(rows))
 
 
 def _after_few_steps(draft: Draft, shift: int) -> float:
-    """Return the loss on unseen answers of one task after few steps on others of it."""
-    settings = AdaptStep(passes=1.0, batch_tokens=40, learning_rate=3e-3, warmup=0.0, minutes=60.0)
-    adapted = adapt(draft, [_task(shift, 240, 100)], [], settings, forward_kl)
+    """Return the loss on unseen answers of one task after five steps on others of it."""
+    settings = AdaptStep(passes=1.0, batch_tokens=28, learning_rate=1e-2, warmup=0.0, minutes=60.0)
+    adapted = adapt(draft, [_task(shift, 20, 100)], [], settings, forward_kl)
+    assert len(adapted.curve) == 5
     student = Student.of(adapted.draft)
     return student.backward(groups_of([_task(shift, 40, 200)]), weighted_loss({"forward_kl": 1.0}, 1.0), None, 0.0).loss
 
 
-@pytest.mark.parametrize("algorithm", ["reptile", "fomaml"])
-def test_a_meta_learned_start_adapts_faster_than_plain_training_of_equally_many_steps(algorithm: str) -> None:
-    tasks, start = [_task(shift, 200, 0) for shift in range(1, SHIFTS)], Draft(tiny_model(num_layers=1, seed=7))
-    settings = MetaStep(
-        algorithm=algorithm, outer_steps=40, inner_steps=6, inner_rate=3e-3, batch_tokens=40, outer_rate=1.0
+def test_a_meta_learned_start_adapts_faster_than_plain_training_of_equally_many_steps() -> None:
+    tasks, start = [_task(shift, 30, 0) for shift in (0, 1, 2, 3)], Draft(tiny_model(num_layers=1, seed=7))
+    settings = MetaStep(outer_steps=20, inner_steps=5, inner_rate=1e-2, batch_tokens=28, outer_rate=1.0)
+    plain_settings = AdaptStep(
+        passes=1000.0, steps=20 * 5, learning_rate=1e-2, batch_tokens=28, lambda_task=0.0, minutes=60.0
     )
-    meta = meta_learn(start, tasks, settings).draft
-    steps = 40 * (6 + (algorithm == "fomaml"))
-    plain = adapt(
-        start, tasks, [], AdaptStep(passes=1000.0, steps=steps, **{**FAST, "learning_rate": 3e-3, "batch_tokens": 40}),
-        forward_kl,
-    ).draft  # fmt: skip
-    losses = {name: _after_few_steps(draft, 21) for name, draft in (("meta", meta), ("plain", plain), ("none", start))}
-    print(losses)
-    assert losses["meta"] < losses["plain"] - 0.1
-    assert losses["meta"] < losses["none"] - 0.1
+    starts = {
+        "none": start,
+        "plain": adapt(start, tasks, [], plain_settings, forward_kl).draft,
+        "reptile": meta_learn(start, tasks, settings).draft,
+        "fomaml": meta_learn(start, tasks, settings.model_copy(update={"algorithm": "fomaml"})).draft,
+    }
+    losses = {name: _after_few_steps(draft, 4) for name, draft in starts.items()}
+    assert losses["plain"] < losses["none"] - 0.3
+    assert losses["reptile"] < losses["plain"] - 0.3
+    assert losses["fomaml"] < losses["plain"] - 0.1
 
 
 def test_meta_learning_needs_domains() -> None:

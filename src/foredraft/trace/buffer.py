@@ -23,6 +23,7 @@ UNTESTED = -1
 _COLUMN = "guess_ids"
 _ROWS = 32
 _SHARDS = 8
+_SMALL = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class BufferFolder:
     def _parts(self, answers: Sequence[Gathered]) -> list[tuple[bytes, Sequence[Gathered]]]:
         """Return shards that are small beside the whole, so that forgetting one forgets little."""
         data = encode([answer.row for answer in answers], **{_COLUMN: [answer.guess_ids for answer in answers]})
-        if len(answers) > 1 and len(data) > self._max_bytes // _SHARDS:
+        if len(answers) > 1 and len(data) > min(self._max_bytes, max(_SMALL, self._max_bytes // _SHARDS)):
             half = len(answers) // 2
             return [*self._parts(answers[:half]), *self._parts(answers[half:])]
         if len(data) > self._max_bytes:
