@@ -165,9 +165,7 @@ def draft_folder(target: LocalTarget, tmp_path_factory: pytest.TempPathFactory) 
     return out
 
 
-def _served_by(
-    target: LocalTarget, path: Path, num_answers: int = 30, writer: PreTrainedModel | None = None
-) -> Trace:
+def _served_by(target: LocalTarget, path: Path, num_answers: int = 30, writer: PreTrainedModel | None = None) -> Trace:
     return written_trace(
         path,
         writer or target.model,
@@ -354,8 +352,8 @@ def test_the_command_adapts_and_says_which_draft_was_kept(
 ) -> None:
     served = _served_by(target, tmp_path / "served", 12)
     command = ["adapt", str(draft_folder), "--target", str(target.path), "--dtype", "float32", "--buffer",
-               str(served.path), "--trace", str(served.path), "--set", "steps=1", "--set", "learning_rate=1e-9", "--json",
-               "--out", str(tmp_path / "out")]  # fmt: skip
+               str(served.path), "--trace", str(served.path), "--set", "steps=1", "--set", "learning_rate=1e-9",
+               "--json", "--out", str(tmp_path / "out")]  # fmt: skip
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
@@ -369,7 +367,8 @@ def test_recipes_take_both_steps(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(
         "target: {model: m}\ntrace: {prompts: [{file: shipped}]}\ncandidates:\n  a:\n    - init: {layers: first-1}\n"
-        "    - meta: {algorithm: reptile, inner_steps: 8, outer_rate: 0.3}\n    - adapt: {buffer: [served], minutes: 2}\n"
+        "    - meta: {algorithm: reptile, inner_steps: 8, outer_rate: 0.3}\n"
+        "    - adapt: {buffer: [served], minutes: 2}\n"
     )
     steps = load_recipe(file).candidates["a"]
     assert [step.verb for step in steps] == ["init", "meta", "adapt"]

@@ -60,7 +60,9 @@ def test_gathered_laws_are_those_of_a_teacher_forced_reading(
         assert same > 0.95  # equal but for ties
 
 
-def test_accepted_guesses_are_the_answer_and_rejected_ones_are_not(target: LocalTarget, tiny_draft_folder: Path) -> None:
+def test_accepted_guesses_are_the_answer_and_rejected_ones_are_not(
+    target: LocalTarget, tiny_draft_folder: Path
+) -> None:
     found = served(target, str(tiny_draft_folder), SamplingLaw(), k=2)
     examined, accepted = sum(one.examined for one in found), sum(one.accepted for one in found)
     assert 0 < accepted < examined

@@ -11,7 +11,7 @@ Without --old-train and --old-eval, answers to prompts of the old domains are co
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,12 @@ from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.core.digest import digest_of
 from foredraft.core.law import GREEDY
 from foredraft.distill.adapt.guard import Shift, replay_both
+from foredraft.distill.adapt.learn import adapt
+from foredraft.distill.adapt.objective import original_loss
 from foredraft.distill.adapt.text import Text
 from foredraft.generation import Asked
-from foredraft.models.causal_lm import load_causal_lm_drafter
+from foredraft.models.causal_lm import CausalLMDrafter, load_causal_lm_drafter
+from foredraft.models.draft import Draft, load_draft
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.online import MEGABYTE, Requests, serve
 from foredraft.settings import DecodeSettings, PromptSource, TraceSettings
@@ -73,10 +76,10 @@ def gather(target: LocalTarget, draft: Path, prompts: Sequence[Prompt], asked: a
     return open_trace(out)
 
 
-def made(out: Path, make: object) -> DraftManifest:
+def made(out: Path, make: Callable[[Path], DraftManifest]) -> DraftManifest:
     """Return the manifest of a draft that is there, or that `make` writes."""
     if not (out / MANIFEST).is_file():
-        make(out)  # type: ignore[operator]
+        make(out)
     print(out.name, "is there", flush=True)
     return read_manifest(out)
 
@@ -92,10 +95,15 @@ def row(label: str, steps: str, new: Shift, old: Shift) -> str:
     return f"| {label} | {steps} | {' | '.join(cells)} |"
 
 
-def compared(label: str, steps: str, before: Path, after: Path, texts: Texts) -> str:
-    drafters = [load_causal_lm_drafter(path, "float32") for path in (before, after)]
-    new = replay_both(*drafters, [Text.of(texts.new_eval)], K)
-    old = replay_both(*drafters, [Text.of(trace) for trace in texts.old_eval], K)
+def compared(label: str, steps: str, before: Path, after: Path | Draft, texts: Texts) -> str:
+    old_drafter = load_causal_lm_drafter(before, "float32")
+    new_drafter = (
+        load_causal_lm_drafter(after, "float32")
+        if isinstance(after, Path)
+        else CausalLMDrafter(after, GREEDY, old_drafter.vocab_size)
+    )
+    new = replay_both(old_drafter, new_drafter, [Text.of(texts.new_eval)], K)
+    old = replay_both(old_drafter, new_drafter, [Text.of(trace) for trace in texts.old_eval], K)
     line = row(label, steps, new, old)
     print(line, flush=True)
     return line
@@ -121,10 +129,10 @@ def table(target: LocalTarget, asked: argparse.Namespace, texts: Texts) -> list[
     step = AdaptStep(minutes=asked.minutes, passes=asked.passes, learning_rate=asked.rate)
     served = [Text.of(texts.served)]
 
-    def adapted(start: Path, settings: AdaptStep, out: Path) -> None:
-        adapt_draft(start, target, served, texts.old_train, texts.old_eval, settings, out)
-
-    manifest = made(asked.work / "adapted", lambda out: adapted(asked.draft, step, out))
+    manifest = made(
+        asked.work / "adapted",
+        lambda out: adapt_draft(asked.draft, target, served, texts.old_train, texts.old_eval, step, out),
+    )
     found = manifest.options["adapted"]
     curve = manifest.curve or found.get("curve", ())
     print("kept:", found["kept"], found["reason"], f"{curve[-1]['seconds']:.0f} s of training", flush=True)
@@ -134,7 +142,8 @@ def table(target: LocalTarget, asked: argparse.Namespace, texts: Texts) -> list[
         compared("before", "0", asked.draft, asked.draft, texts),
         compared(f"adapted ({found['kept']} kept)", str(len(curve)), asked.draft, asked.work / "adapted", texts),
     ]
-    few = step.model_copy(update={"steps": asked.few, "max_old_loss": 1e9})
+    few, old = step.model_copy(update={"steps": asked.few}), [Text.of(trace) for trace in texts.old_train]
+    _, task_loss = original_loss(read_manifest(asked.draft).steps)
     meta = MetaStep(outer_steps=asked.outer_steps)
     positions = meta.outer_steps * meta.inner_steps * meta.batch_tokens
     plain = DistillStep(tokens=positions, batch_tokens=meta.batch_tokens, learning_rate=meta.inner_rate)
@@ -146,10 +155,9 @@ def table(target: LocalTarget, asked: argparse.Namespace, texts: Texts) -> list[
     made(starts["plain"], lambda out: distill_draft(asked.draft, target, texts.old_train, plain, out))
     made(starts["reptile"], lambda out: meta_draft(asked.draft, target, texts.old_train, meta, out))
     for name, start in starts.items():
-        out = asked.work / f"few-{name.replace(' ', '-')}"
-        made(out, lambda out, start=start: adapted(start, few, out))  # type: ignore[misc]
+        draft = adapt(load_draft(start, "float32"), served, old, few, task_loss).draft
         before = f"{meta.outer_steps * meta.inner_steps} + {asked.few}" if name != "as it is" else str(asked.few)
-        lines.append(compared(f"few steps from a start: {name}", before, asked.draft, out, texts))
+        lines.append(compared(f"few steps from a start: {name}", before, asked.draft, draft, texts))
     return [*lines, "", f"Served: {found['answers']} answers, {found['tokens']} tokens, acceptance_rate "
             f"{found['accepted'] / max(1, found['examined']):.3f} while they were written. "
             f"Training: {curve[-1]['seconds']:.0f} s. Old loss: {found['task_loss']}. Scored: "
@@ -166,7 +174,9 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=60, help="prompts of the new domain that only score")
     parser.add_argument("--old", type=int, default=48, help="prompts of the old domains, to rehearse and to score each")
     parser.add_argument("--old-train", type=Path, nargs="*", default=[], help="traces to rehearse")
-    parser.add_argument("--old-eval", type=Path, nargs="*", default=[], help="traces of the old domains that only score")
+    parser.add_argument(
+        "--old-eval", type=Path, nargs="*", default=[], help="traces of the old domains that only score"
+    )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=5.0)

@@ -741,7 +741,8 @@ def generate(
     top_p: float = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     gather: Annotated[
-        Path | None, typer.Option(help="Buffer folder that `adapt` learns from; gets context, answer, laws and guesses.")
+        Path | None,
+        typer.Option(help="Buffer folder that `adapt` learns from; gets context, answer, laws and guesses."),
     ] = None,
     megabytes: Annotated[float, typer.Option(help="Most that --gather holds; the oldest go.", min=0.001)] = 256.0,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the text itself, without the chat template.")] = False,

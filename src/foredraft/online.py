@@ -18,6 +18,7 @@ from foredraft.trace.store import Trace
 from foredraft.verbs import adapt_draft, load_drafter, served_texts
 
 _TOP = 64
+_ASKED, _DECODING = Asked(), DecodeSettings()
 MEGABYTE = 1_000_000
 
 
@@ -26,15 +27,15 @@ class Requests:
     """Prompts that are answered with the draft before it adapts.
 
     Attributes:
-        prompts: None to adapt from buffers alone.
+        prompts: Empty to adapt from buffers alone.
         asked: What answers may be.
         decoding: How they are written.
         keeps_text: False keeps what was gathered in memory: no text and no token id is written anywhere.
     """
 
     prompts: Sequence[Prompt] = ()
-    asked: Asked = Asked()
-    decoding: DecodeSettings = DecodeSettings()
+    asked: Asked = _ASKED
+    decoding: DecodeSettings = _DECODING
     keeps_text: bool = True
 
 

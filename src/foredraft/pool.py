@@ -209,7 +209,14 @@ class _Run:
         make: dict[str, Callable[[Path], Any]] = {
             "distill": lambda out: verbs.distill_draft(source, self.target, train, settings, out, progress),
             "adapt": lambda out: verbs.adapt_draft(
-                source, self.target, verbs.served_texts(settings.buffer, self.target), train, (), settings, out, progress
+                source,
+                self.target,
+                verbs.served_texts(settings.buffer, self.target),
+                train,
+                (),
+                settings,
+                out,
+                progress,
             ),
             "meta": lambda out: verbs.meta_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),

@@ -437,7 +437,9 @@ def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManife
     if verb in ("law", "head"):
         return manifest
     # A law that was fitted to other weights says nothing of the new ones.
-    options = {name: value for name, value in manifest.options.items() if name not in ("own_laws", "law_fits", "adapted")}
+    options = {
+        name: value for name, value in manifest.options.items() if name not in ("own_laws", "law_fits", "adapted")
+    }
     return replace(manifest, options=options, law=SamplingLaw())
 
 

@@ -9,9 +9,7 @@ from foredraft.trace.buffer import Gathered
 from foredraft.trace.rows import TraceRow
 
 
-def gathered(
-    recorder: Recorder, prompt_ids: Int[Tensor, " tokens"], domain: str, finish_reason: str
-) -> Gathered:
+def gathered(recorder: Recorder, prompt_ids: Int[Tensor, " tokens"], domain: str, finish_reason: str) -> Gathered:
     """Return what was recorded of one answer.
 
     The prompt's id is made of its tokens: a prompt that is served twice is one prompt, whatever it was called.

@@ -167,7 +167,9 @@ class BufferFolder:
         last = _of_shard(self._trace, len(self.info.shards) - 1) if self.info.shards else []
         first = int(last[-1].row.id.rpartition("#")[2]) + 1 if last else 0
         waiting = [*(last if tail else ()), *_numbered(answers, first)]
-        parts = [part for start in range(0, len(waiting), _ROWS) for part in self._parts(waiting[start : start + _ROWS])]
+        parts = [
+            part for start in range(0, len(waiting), _ROWS) for part in self._parts(waiting[start : start + _ROWS])
+        ]
         for number, (data, part) in enumerate(parts):
             replaced = tail if number == 0 else ()
             self._make_room(len(data), replaced)
@@ -209,7 +211,6 @@ def read_gathered(trace: Trace) -> Iterator[Gathered]:
     """Yield the answers of a buffer's trace, or of any other: its draft tokens are untested then."""
     for index in range(len(trace.info.shards)):
         yield from _of_shard(trace, index)
-
 
 
 def _numbered(answers: Sequence[Gathered], first: int) -> list[Gathered]:
