@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from foredraft.cli import app
 from foredraft.core.errors import OutputError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.protocols import Answer
@@ -142,3 +144,17 @@ def test_what_a_kill_left_behind_is_cleared_and_other_folders_are_refused(target
     (tmp_path / "notes" / "a.txt").write_text("mine")
     with pytest.raises(OutputError, match="no trace"):
         BufferFolder.open(tmp_path / "notes", info, 1 << 20)
+
+
+def test_the_command_gathers_and_goes_on_gathering(
+    target: LocalTarget, tiny_draft_folder: Path, tmp_path: Path
+) -> None:
+    command = ["generate", "--target", str(target.path), "--drafter", str(tiny_draft_folder), "--dtype", "float32",
+               "--max-new-tokens", "6", "--gather", str(tmp_path / "b")]  # fmt: skip
+    for said in ("one", "two", "one"):
+        result = CliRunner().invoke(app, [*command, said])
+        assert result.exit_code == 0, result.output
+    found = list(read_gathered(open_trace(tmp_path / "b")))
+    assert len(found) == 3
+    assert found[0].row.prompt_id == found[2].row.prompt_id != found[1].row.prompt_id
+    assert all(len(one.row.answer_ids) == 6 and one.examined for one in found)
