@@ -269,6 +269,86 @@ def distill(
 
 @app.command(
     epilog="""
+Examples:
+
+    foredraft adapt draft --target my-model --buffer served --trace trace --out draft-2
+
+    foredraft adapt draft --target my-model --prompts traffic.jsonl --no-text --trace trace --out draft-2
+
+    foredraft adapt draft --target my-model --meta --trace trace --set inner_steps=8 --out draft-meta
+"""
+)
+def adapt(
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    buffers: Annotated[
+        list[Path],
+        typer.Option("--buffer", help="What was gathered; repeat for more.", default_factory=list, show_default=False),
+    ],
+    traces: Annotated[
+        list[Path],
+        typer.Option(
+            "--trace",
+            help="Answers of the old domains, against forgetting; with --meta the domains to learn from.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    guards: Annotated[
+        list[Path],
+        typer.Option(
+            "--guard",
+            help="Other answers of the old domains, which only score; left out, a share of --trace.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    prompts: Annotated[str, typer.Option(help="JSONL of prompts to answer first, into --buffer.")] = "",
+    no_text: Annotated[
+        bool, typer.Option("--no-text", help="Keep the answers to --prompts in memory: no text, no token is written.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Law of the answers to --prompts; 0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    megabytes: Annotated[float, typer.Option(help="Most that the buffer of --prompts holds.", min=0.001)] = 256.0,
+    meta: Annotated[bool, typer.Option("--meta", help="Meta-learn a start over the domains of --trace.")] = False,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Let a draft learn from what was served, and keep the old one where that makes it worse.
+
+    --set takes the keys of the recipe steps `adapt` and, with --meta, `meta`.
+    """
+    from foredraft import online, verbs
+    from foredraft.core.law import SamplingLaw
+    from foredraft.generation import Asked
+    from foredraft.recipe import settings_from
+    from foredraft.settings import PromptSource
+    from foredraft.steps import AdaptStep, MetaStep
+    from foredraft.trace.prompts import read_prompts
+
+    if meta:
+        if buffers or prompts or guards:
+            raise UserError("--meta learns from --trace alone: leave out --buffer, --prompts and --guard.")
+        found = settings_from(MetaStep, overrides)
+        loaded = _target(target, dtype, adapter, trust_remote_code)
+        _print_draft(out, verbs.meta_draft(draft, loaded, _traces(traces), found, out, _progress()), as_json)
+        return
+    step = settings_from(AdaptStep, [f"buffer={json.dumps([str(folder) for folder in buffers])}", *overrides])
+    asked = read_prompts(PromptSource(file=prompts)) if prompts else []
+    requests = online.Requests(asked, Asked(SamplingLaw(temperature), max_new_tokens), keeps_text=not no_text)
+    loaded = _target(target, dtype, adapter, trust_remote_code)
+    manifest = online.adapt_online(
+        draft, loaded, requests, megabytes, _traces(traces), _traces(guards), step, out, _progress()
+    )
+    _print_adapted(out, manifest, as_json)
+
+
+@app.command(
+    epilog="""
 Example:
 
     foredraft quantize draft --target my-model --out draft-int8
@@ -719,6 +799,11 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: float = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    gather: Annotated[
+        Path | None,
+        typer.Option(help="Buffer folder that `adapt` learns from; gets context, answer, laws and guesses."),
+    ] = None,
+    megabytes: Annotated[float, typer.Option(help="Most that --gather holds; the oldest go.", min=0.001)] = 256.0,
     raw: Annotated[bool, typer.Option("--raw", help="Go on from the text itself, without the chat template.")] = False,
     seed: int = 0,
     dtype: Dtype = "auto",
@@ -732,6 +817,7 @@ def generate(
     """
     from foredraft.core.law import SamplingLaw
     from foredraft.generation import Asked, answer, answer_file, as_prompt
+    from foredraft.online import open_buffer
     from foredraft.recipe import settings_from
     from foredraft.settings import DecodeSettings, PromptSource
     from foredraft.trace.prompts import read_prompts
@@ -743,12 +829,13 @@ def generate(
     settings = settings_from(DecodeSettings, [f"k={num_draft_tokens}", *overrides])
     loaded = _target(target, dtype, adapter, trust_remote_code)
     guesser = load_drafter(drafter, loaded, trust_remote_code) if drafter else None
+    buffer = open_buffer(loaded, asked, gather, megabytes) if gather else None
     if out is not None:
         wanted = read_prompts(PromptSource(file=prompts))
-        count = answer_file(loaded, guesser, wanted, asked, settings, out, _progress())
+        count = answer_file(loaded, guesser, wanted, asked, settings, out, _progress(), buffer)
         _print({"answers": str(out), "new": count}, f"{count} new answers: {out}", as_json)
         return
-    (found,) = answer(loaded, guesser, [as_prompt(prompt)], asked, settings)
+    (found,) = answer(loaded, guesser, [as_prompt(prompt)], asked, settings, buffer)
     figures = {
         "text": found.text,
         "tokens": found.tokens,
@@ -829,6 +916,15 @@ def _fail_with(missed: list[str]) -> None:
 def _print_draft(out: Path, manifest: "DraftManifest", as_json: bool) -> None:
     figures = {"draft": str(out), "kind": manifest.kind, "digest": manifest.digest, "target": manifest.target}
     _print(figures, f"{manifest.kind} draft for {manifest.target}: {out}", as_json)
+
+
+def _print_adapted(out: Path, manifest: "DraftManifest", as_json: bool) -> None:
+    found = manifest.options["adapted"]
+    figures = {"draft": str(out), "digest": manifest.digest, **found}
+    change = found["held_out"]["mean_tokens_per_call"]
+    gain = f"{change['before']:.3f} -> {change['after']:.3f} tokens per call on held-out answers"
+    shown = f"The old draft stays, {found['reason']}: {out}" if found["reason"] else f"Adapted, {gain}: {out}"
+    _print(figures, shown, as_json)
 
 
 def _print(figures: dict[str, Any], shown: RenderableType, as_json: bool) -> None:

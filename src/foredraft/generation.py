@@ -19,11 +19,14 @@ from foredraft.core.progress import SILENT, Progress
 from foredraft.core.proposal import Proposal
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs
 from foredraft.decoding.batched import decode_batch
+from foredraft.decoding.gathering import gathered
 from foredraft.decoding.length import Fallback, FixedLength, LengthPolicy, MarginalLength, WindowLength
 from foredraft.decoding.rules import Rule, verify_block, verify_chain
 from foredraft.decoding.speculative import Decoded, Limits, decode
+from foredraft.decoding.witness import BLIND, Recorder
 from foredraft.models.target import LocalTarget
 from foredraft.settings import DecodeSettings
+from foredraft.trace.buffer import Buffer
 from foredraft.trace.prompts import NO_DOMAIN, Prompt, render
 
 _RULES: dict[str, Rule] = {"chain": verify_chain, "block": verify_block}
@@ -90,6 +93,7 @@ def answer(
     prompts: Sequence[Prompt],
     asked: Asked,
     settings: DecodeSettings,
+    buffer: Buffer | None = None,
 ) -> Iterator[Generated]:
     """Answer prompts in order, settings.batch_size at once; of several turns only the first.
 
@@ -98,6 +102,7 @@ def answer(
 
     Args:
         drafter: None decodes plainly.
+        buffer: Is given what each answer taught; None keeps nothing.
 
     Raises:
         CapabilityError: a tree is asked for in a batch.
@@ -105,7 +110,8 @@ def answer(
     """
     guesser = _NoDrafter(target.vocab_size) if drafter is None else bound_for(drafter, asked.law)
     for start in range(0, len(prompts), settings.batch_size):
-        for decoded in _decoded(target, guesser, prompts[start : start + settings.batch_size], asked, settings):
+        part = prompts[start : start + settings.batch_size]
+        for decoded in _decoded(target, guesser, part, asked, settings, buffer):
             text = target.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)
             calls = decoded.target_calls
             yield Generated(text, len(decoded.token_ids), calls, decoded.seconds, decoded.finish_reason)
@@ -119,6 +125,7 @@ def answer_file(
     settings: DecodeSettings,
     out: Path,
     progress: Progress = SILENT,
+    buffer: Buffer | None = None,
 ) -> int:
     """Write one JSON line for each prompt to `out`; lines that stand there are kept. Return how many were written.
 
@@ -132,7 +139,7 @@ def answer_file(
         raise OutputError(f"{out} holds an answer to {min(unknown)!r}, which is not asked: name another file.")
     left = [prompt for prompt in prompts if prompt.id not in done]
     with progress.task(f"answering {asked.law}", float(len(prompts)), "prompts", done=float(len(done))) as task:
-        for prompt, one in zip(left, answer(target, drafter, left, asked, settings), strict=True):
+        for prompt, one in zip(left, answer(target, drafter, left, asked, settings, buffer), strict=True):
             line = {"id": prompt.id, "answer": one.text, **asdict(one), "key": key}
             del line["text"]
             append_lines(out, [json.dumps(line, ensure_ascii=False)])
@@ -142,18 +149,29 @@ def answer_file(
 
 
 def _decoded(
-    target: LocalTarget, drafter: Drafter, prompts: Sequence[Prompt], asked: Asked, settings: DecodeSettings
+    target: LocalTarget,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    asked: Asked,
+    settings: DecodeSettings,
+    buffer: Buffer | None,
 ) -> list[Decoded]:
     contexts = [_tokens(target, prompt, asked) for prompt in prompts]
     text_of = partial(target.tokenizer.decode, skip_special_tokens=False)
     limits = Limits(asked.max_new_tokens, target.stop_ids, target.max_context, asked.stop, text_of)
     generators = [_generator(asked.seed, prompt) for prompt in prompts]
     rule, policy = _RULES[settings.rule], partial(_policy, settings)
+    recorders = [Recorder(asked.law, buffer.info.top) for _ in prompts] if buffer is not None else []
     if len(prompts) == 1:
-        session = target.session()
-        return [decode(session, drafter, contexts[0], asked.law, policy(), limits, generators[0], rule)]
-    sessions = target.batch_session(len(prompts))
-    return decode_batch(sessions, drafter, contexts, asked.law, policy, limits, generators, rule)
+        session, witness = target.session(), recorders[0] if recorders else BLIND
+        written = [decode(session, drafter, contexts[0], asked.law, policy(), limits, generators[0], rule, witness)]
+    else:
+        sessions = target.batch_session(len(prompts))
+        written = decode_batch(sessions, drafter, contexts, asked.law, policy, limits, generators, rule, recorders)
+    if buffer is not None:
+        seen = zip(recorders, contexts, prompts, written, strict=True)
+        buffer.add([gathered(recorder, ids, one.domain, said.finish_reason) for recorder, ids, one, said in seen])
+    return written
 
 
 def _tokens(target: LocalTarget, prompt: Prompt, asked: Asked) -> Int[Tensor, " tokens"]:

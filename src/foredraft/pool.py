@@ -227,12 +227,24 @@ class _Run:
             "distill": lambda out: verbs.distill_draft(
                 source, self.target, train, settings, out, progress, self.workspace.root / "text", self._held_out
             ),
+            "adapt": lambda out: verbs.adapt_draft(
+                source,
+                self.target,
+                verbs.served_texts(settings.buffer, self.target),
+                train,
+                (),
+                settings,
+                out,
+                progress,
+            ),
+            "meta": lambda out: verbs.meta_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }
         learnt = [*_keys(train), *verbs.text_keys(step, self._held_out)] if verbs.learns(step) else []
+        learnt += _keys([open_trace(folder) for folder in settings.buffer]) if step.verb == "adapt" else []
         return self._stage(name, step, digest_of([made.key, *learnt]), make[step.verb])
 
     def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:

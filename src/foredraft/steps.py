@@ -275,6 +275,46 @@ class DistillStep(Settings):
         return (*self.loss, *filter(None, [self.finish]))
 
 
+class AdaptStep(Settings):
+    """Learn from what was served: lambda_distill * KL(target || draft) there + lambda_task * the draft's old loss."""
+
+    buffer: list[str] = Field([], description="Folders that `generate --gather` filled; --buffer on the command line.")
+    lambda_distill: float = Field(1.0, gt=0.0, description="Weight of the loss on the buffer.")
+    lambda_task: float = Field(1.0, ge=0.0, description="Weight of the old loss on old answers; 0 lets it forget.")
+    loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="On the buffer: names with weights.")
+    passes: float = Field(3.0, gt=0.0, description="Times that each answer of the buffer is replayed.")
+    steps: int = Field(0, ge=0, description="Most optimizer steps; 0 leaves it to passes and minutes.")
+    minutes: float = Field(5.0, gt=0.0, description="Longest training; scoring before and after comes on top.")
+    batch_tokens: int = Field(256, ge=1, description="Answer positions of the buffer in one optimizer step, about.")
+    task_tokens: int = Field(256, ge=1, description="Answer positions of old answers in one optimizer step, about.")
+    task_answers: int = Field(512, ge=1, description="Old answers held in memory, drawn by hash.")
+    learning_rate: float = Field(1e-4, gt=0.0)
+    warmup: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the steps in which the rate rises.")
+    clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
+    held_out: float = Field(0.2, gt=0.0, lt=1.0, description="Share of the prompts that only score.")
+    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which old and new are compared.")
+    max_old_loss: float = Field(
+        0.01, ge=0.0, description="mean_tokens_per_call that old domains may lose before the old draft is kept."
+    )
+    seed: int = 0
+
+
+class MetaStep(Settings):
+    """Weights from which few steps adapt to a new domain: learnt over the domains of the training answers."""
+
+    algorithm: Literal["reptile", "fomaml"] = Field(
+        "reptile", description="reptile moves to the adapted weights; fomaml along the gradient found there."
+    )
+    loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
+    outer_steps: int = Field(40, ge=1, description="Domains visited, in turn.")
+    inner_steps: int = Field(8, ge=1, description="Optimizer steps on a domain before the outer step.")
+    outer_rate: float = Field(0.5, gt=0.0, le=1.0, description="Share of the way that is gone; falls linearly to 0.")
+    inner_rate: float = Field(1e-4, gt=0.0, description="Learning rate of the inner steps.")
+    batch_tokens: int = Field(256, ge=1, description="Answer positions in one inner step, about.")
+    clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
+    seed: int = 0
+
+
 class PruneStep(Settings):
     """Cut layers out of a draft."""
 
@@ -341,6 +381,8 @@ class Step(Settings):
     checkpoint: str | None = Field(None, description="A draft that exists: folder or hub id.")
     source: str | None = Field(None, alias="from", description="The result of another candidate.")
     distill: DistillStep | None = None
+    adapt: AdaptStep | None = None
+    meta: MetaStep | None = None
     prune: PruneStep | None = None
     quantize: QuantizeStep | None = None
     head: HeadStep | None = None

@@ -25,6 +25,11 @@ from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.processes import from_main
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter, Speaker
+from foredraft.distill.adapt.guard import replay_both, why_old_stays
+from foredraft.distill.adapt.learn import adapt
+from foredraft.distill.adapt.meta import meta_learn
+from foredraft.distill.adapt.objective import original_loss
+from foredraft.distill.adapt.text import Division, Text, divide
 from foredraft.distill.documents import documents_digest, read_documents
 from foredraft.distill.emphasis import read_position_weights
 from foredraft.distill.init.build import build
@@ -41,9 +46,20 @@ from foredraft.models.head import NO_IDS
 from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.settings import Settings
-from foredraft.steps import DistillStep, HeadStep, InitStep, LawStep, NgramStep, PruneStep, QuantizeStep, Step
+from foredraft.steps import (
+    AdaptStep,
+    DistillStep,
+    HeadStep,
+    InitStep,
+    LawStep,
+    MetaStep,
+    NgramStep,
+    PruneStep,
+    QuantizeStep,
+    Step,
+)
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.store import Trace, open_trace
+from foredraft.trace.store import Trace, open_trace, require_same
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +146,106 @@ def help_training(target: LocalTarget) -> None:
 def dismiss_helpers() -> None:
     """Let the other processes go."""
     from_main(None)
+
+
+def adapt_draft(
+    source: Path,
+    target: LocalTarget,
+    served: Sequence[Text],
+    old: Sequence[Trace],
+    guards: Sequence[Trace],
+    step: AdaptStep,
+    out: Path,
+    progress: Progress = SILENT,
+) -> DraftManifest:
+    """Let a draft learn from what was served; where that makes it worse, write the old draft again.
+
+    Both are replayed over held-out prompts of what was served, and of the old domains. What was found, and which of
+    the two was written, is in the manifest's options under "adapted": figures only, no text and no token.
+
+    Args:
+        served: What was gathered while decoding; see served_texts.
+        old: Answers of the domains that the draft was trained on, rehearsed; a share of them only scores.
+        guards: Other answers of those domains, which only score; then all of `old` is rehearsed.
+
+    Raises:
+        TraceError: too few prompts were served, or a trace is of another target.
+        ModelError: the draft cannot be trained.
+    """
+    manifest = _manifest_for(source, target)
+    new = divide(served, step.held_out, step.seed)
+    known = _old_texts(old, guards, step, target)
+    if not known.learn and step.lambda_task:
+        _log.warning("lambda_task %g has no effect: there are no old answers to rehearse.", step.lambda_task)
+    task, task_loss = original_loss(manifest.steps)
+    draft = load_draft(source, "float32")
+    adapted = adapt(draft, new.learn, known.learn, step, task_loss, progress)
+    before: Drafter = CausalLMDrafter(draft, SamplingLaw(), target.vocab_size, own_laws=_own_laws(manifest))
+    after: Drafter = CausalLMDrafter(adapted.draft, SamplingLaw(), target.vocab_size)
+    shift = replay_both(before, after, new.held_out, step.num_draft_tokens)
+    old_shift = replay_both(before, after, known.held_out, step.num_draft_tokens) if known.held_out else None
+    reason = why_old_stays(shift, old_shift, step.max_old_loss)
+    found = {
+        "kept": "old" if reason else "new",
+        "reason": reason,
+        "task_loss": task,
+        "answers": sum(len(text.rows) for text in served),
+        "tokens": sum(text.num_tokens for text in served),
+        "examined": sum(text.examined for text in served),
+        "accepted": sum(text.accepted for text in served),
+        "held_out": shift.to_json(),
+        "old_domains": old_shift.to_json() if old_shift is not None else None,
+    }
+    curve = tuple(asdict(point) for point in adapted.curve)
+    if reason:
+        kept = replace(manifest, options={**manifest.options, "adapted": {**found, "curve": curve}})
+        return write_draft(out, kept, lambda folder: _copy_files(source, folder))
+    positions = adapted.curve[-1].positions if adapted.curve else 0
+    manifest = replace(
+        _extended(manifest, "adapt", step), training_tokens=manifest.training_tokens + positions, curve=curve
+    )
+    manifest = replace(manifest, options={**manifest.options, "adapted": found})
+    return save_draft(adapted.draft, out, manifest, target.tokenizer)
+
+
+def served_texts(folders: Sequence[Path | str], target: Speaker) -> list[Text]:
+    """Return what buffers hold, or traces.
+
+    Raises:
+        TraceError: a folder is none, or was written by another target.
+    """
+    return [Text.of(_checked_trace(open_trace(folder), target)) for folder in folders]
+
+
+def meta_draft(
+    source: Path, target: LocalTarget, traces: Sequence[Trace], step: MetaStep, out: Path, progress: Progress = SILENT
+) -> DraftManifest:
+    """Move a draft to where few steps adapt it to a new domain, learnt over the domains of the traces."""
+    before = _manifest_for(source, target)
+    texts = [Text.of(_checked_trace(trace, target)) for trace in traces]
+    learned = meta_learn(load_draft(source, "float32"), texts, step, progress)
+    seen = before.training_tokens + learned.curve[-1].positions
+    curve = tuple(asdict(point) for point in learned.curve)
+    manifest = replace(_extended(before, "meta", step), training_tokens=seen, curve=curve)
+    return save_draft(learned.draft, out, manifest, target.tokenizer)
+
+
+def _old_texts(old: Sequence[Trace], guards: Sequence[Trace], step: AdaptStep, target: LocalTarget) -> Division:
+    learn = [Text.of(_checked_trace(trace, target), step.task_answers) for trace in old]
+    if guards or not learn:
+        return Division(tuple(learn), tuple(Text.of(_checked_trace(trace, target)) for trace in guards))
+    return divide(learn, step.held_out, step.seed)
+
+
+def _checked_trace(trace: Trace, target: Speaker) -> Trace:
+    require_same(
+        trace, target.name, target_fingerprint=target.fingerprint, tokenizer_fingerprint=target.tokenizer_fingerprint
+    )
+    return trace
+
+
+def _own_laws(manifest: DraftManifest) -> OwnLaws:
+    return OwnLaws.from_json(manifest.options.get("own_laws", {}))
 
 
 def prune_draft(
@@ -223,7 +339,7 @@ def learns(step: Step) -> bool:
         case "law":
             return step.settings.is_fitted
         case verb:
-            return verb == "distill"
+            return verb in ("distill", "adapt", "meta")
 
 
 def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:
@@ -263,6 +379,9 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
             for loss in step.settings.losses:
                 read_loss(loss)
             read_position_weights(step.settings.position_weights)
+        case "adapt" | "meta":
+            for loss in step.settings.loss:
+                read_loss(loss)
 
 
 def needs_building(kind: str) -> bool:
@@ -404,7 +523,9 @@ def _extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManife
     if verb in ("law", "head"):
         return manifest
     # A law that was fitted to other weights says nothing of the new ones.
-    dropped = ("own_laws", "law_fits") if verb == "distill" else ("own_laws", "law_fits", "shared")
+    dropped = (
+        {"own_laws", "law_fits", "adapted"} if verb == "distill" else {"own_laws", "law_fits", "adapted", "shared"}
+    )
     options = {name: value for name, value in manifest.options.items() if name not in dropped}
     return replace(manifest, options=options, law=SamplingLaw())
 

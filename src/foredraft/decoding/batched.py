@@ -19,6 +19,7 @@ from foredraft.core.protocols import BatchDrafter, DraftBatch, Drafter
 from foredraft.decoding.length import FixedLength, LengthPolicy
 from foredraft.decoding.rules import Rule, verify_chain
 from foredraft.decoding.speculative import Decoded, Limits, Writing, observer, uniforms, verified_chain
+from foredraft.decoding.witness import Witness
 
 
 @runtime_checkable
@@ -43,6 +44,7 @@ def decode_batch(
     limits: Limits,
     generators: Sequence[torch.Generator],
     rule: Rule = verify_chain,
+    witnesses: Sequence[Witness] = (),
 ) -> list[Decoded]:
     """Answer several prompts under the target's law, with up to k draft tokens each before each target call.
 
@@ -50,6 +52,7 @@ def decode_batch(
         session: Has room for as many texts as there are prompts.
         k: Draft tokens of a block, or what makes the policy that chooses them for one prompt.
         generators: One for each prompt.
+        witnesses: Are shown every block, one for each prompt; empty for none.
 
     Returns: One answer a prompt; `seconds` run from the start of the batch to the answer's end.
 
@@ -78,6 +81,8 @@ def decode_batch(
             except NonFiniteError as error:
                 raise NonFiniteError(f"Prompt {number} of the batch: {error}") from error
             writing.take(proposal, verdict, observers[number])
+            if witnesses:
+                witnesses[number].see(logits[number], proposal, verdict, writing.last_block)
         for number in [number for number in live if writings[number].is_done]:
             decoded[number] = writings[number].decoded(time.perf_counter() - start)
             live.remove(number)

@@ -17,6 +17,7 @@ from foredraft.core.protocols import BlockOutcome, Drafter, Observer
 from foredraft.decoding.length import FixedLength, LengthPolicy
 from foredraft.decoding.rules import Rule, Uniform, check_proposal, verify_chain
 from foredraft.decoding.trees import TreeVerdict, verify_tree
+from foredraft.decoding.witness import BLIND, Witness
 
 _CONTEXT_TOKENS = 4  # decoders look a little to the left
 
@@ -160,6 +161,11 @@ class Writing:
     def is_done(self) -> bool:
         return self._stopped or self.room == 0
 
+    @property
+    def last_block(self) -> Int[Tensor, " tokens"]:
+        """The tokens that the last block added."""
+        return self.text[len(self.text) - self._blocks[-1].emitted :]
+
     def take(
         self, proposal: Proposal, verdict: TreeVerdict, observe: Callable[[BlockOutcome, BlockCount], None]
     ) -> None:
@@ -189,6 +195,7 @@ def decode(
     limits: Limits,
     generator: torch.Generator,
     rule: Rule = verify_chain,
+    witness: Witness = BLIND,
 ) -> Decoded:
     """Answer one prompt under the target's law, with up to k draft tokens before each target call.
 
@@ -197,6 +204,7 @@ def decode(
     Args:
         k: Draft tokens of a block (levels of a tree), or what chooses them from block to block.
         rule: Tests chains; trees have theirs.
+        witness: Is shown every block.
 
     Raises:
         DrafterError: the drafter broke its contract.
@@ -205,7 +213,8 @@ def decode(
     """
     length = FixedLength(k) if isinstance(k, int) else k
     propose = partial(_propose, drafter, length, generator)
-    return _decode(session, propose, observer(length, drafter), prompt_ids, law, limits, uniforms(generator), rule)
+    observe, chance = observer(length, drafter), uniforms(generator)
+    return _decode(session, propose, observe, prompt_ids, law, limits, chance, rule, witness)
 
 
 def plain_decode(
@@ -216,7 +225,7 @@ def plain_decode(
     generator: torch.Generator,
 ) -> Decoded:
     """Answer one prompt without drafting, in the same engine as `decode`."""
-    return _decode(session, _no_guess, _unobserved, prompt_ids, law, limits, uniforms(generator), verify_chain)
+    return _decode(session, _no_guess, _unobserved, prompt_ids, law, limits, uniforms(generator), verify_chain, BLIND)
 
 
 def uniforms(generator: torch.Generator) -> Uniform:
@@ -233,11 +242,14 @@ def _decode(
     limits: Limits,
     uniform: Uniform,
     rule: Rule,
+    witness: Witness,
 ) -> Decoded:
     start, writing = time.perf_counter(), Writing(prompt_ids, limits)
     while not writing.is_done:
         proposal = propose(writing.text, writing.room)
-        writing.take(proposal, _verified(session, writing.text, proposal, writing.room, law, uniform, rule), observe)
+        logits, verdict = _verified(session, writing.text, proposal, writing.room, law, uniform, rule)
+        writing.take(proposal, verdict, observe)
+        witness.see(logits, proposal, verdict, writing.last_block)
     return writing.decoded(time.perf_counter() - start)
 
 
@@ -249,12 +261,12 @@ def _verified(
     law: SamplingLaw,
     uniform: Uniform,
     rule: Rule,
-) -> TreeVerdict:
-    """Return the verdict on one block, after one target call."""
+) -> tuple[Float[Tensor, "positions vocab"], TreeVerdict]:
+    """Return the target's logits around one block, from one call, and the verdict on it."""
     nodes = proposal.token_ids.to(context)
     if proposal.is_chain:
         logits = session.logits(torch.cat([context, nodes]), len(proposal) + 1)
-        return verified_chain(logits, len(context), proposal, room, law, uniform, rule)
+        return logits, verified_chain(logits, len(context), proposal, room, law, uniform, rule)
     if not isinstance(session, TreeSession):
         raise CapabilityError(f"{type(session).__name__} reads no trees: use chains, or a target loaded by foredraft.")
     logits = session.tree_logits(context, nodes, proposal.parents)
@@ -262,7 +274,7 @@ def _verified(
     check_proposal(proposal, len(proposal), logits.shape[-1])
     walked = verify_tree(law_probs(logits, law), proposal, uniform)
     session.keep(walked.path)
-    return walked
+    return logits, walked
 
 
 def verified_chain(

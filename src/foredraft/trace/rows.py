@@ -63,11 +63,26 @@ class TraceRow:
         return Answer(torch.cat((self.prompt_ids, self.answer_ids)), len(self.prompt_ids))
 
 
-def encode(rows: Sequence[TraceRow]) -> bytes:
-    """Return one Parquet file; the same rows give the same bytes."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(_table(rows), sink, compression="zstd", use_dictionary=False, column_encoding=_ENCODINGS)
+def encode(rows: Sequence[TraceRow], **more: Sequence[Int[Tensor, " _"]]) -> bytes:
+    """Return one Parquet file; the same rows give the same bytes.
+
+    Args:
+        more: Further columns, a list of integers for each row; `decode` leaves them alone.
+    """
+    table, sink = _table(rows), pa.BufferOutputStream()
+    for name, lists in more.items():
+        column = _list_array([len(one) for one in lists], lists, pa.list_(pa.int32()))
+        table = table.append_column(name, column)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False, column_encoding=_ENCODINGS)
     return sink.getvalue().to_pybytes()
+
+
+def decode_more(data: bytes, name: str) -> list[Int[Tensor, " _"]]:
+    """Return a further column that `encode` wrote; no lists where the file has no such column."""
+    file = pq.ParquetFile(pa.BufferReader(data))
+    if name not in file.schema_arrow.names:
+        return []
+    return [one.long() for one in _pieces(file.read(columns=[name]).column(name).combine_chunks())]
 
 
 def decode(data: bytes, tops: bool = True) -> list[TraceRow]:

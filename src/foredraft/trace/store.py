@@ -11,16 +11,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from heapq import nsmallest
 from pathlib import Path
 
+from jaxtyping import Int
+from torch import Tensor
+
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import OutputError, TraceError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
 from foredraft.core.protocols import Answer
-from foredraft.trace.rows import TraceRow, decode, encode
+from foredraft.trace.rows import TraceRow, decode, decode_more, encode
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-DECODED, LOGGED, TEXT = "decoded", "logged", "text"
+DECODED, LOGGED, TEXT, GATHERED = "decoded", "logged", "text", "gathered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class TraceInfo:
         shards: The finished shards, in order.
         complete: Whether all prompts were answered.
         provenance: "decoded" where the target wrote the answers for this trace, "logged" where it read again what
-            it was said to have written before, "text" where it read what others wrote: such a trace teaches, and
-            scores nothing.
+            it was said to have written before, "gathered" where they are the newest of what it served (trace.buffer),
+            "text" where it read what others wrote: such a trace teaches, and scores nothing.
     """
 
     target: str
@@ -108,6 +111,15 @@ class Trace:
         data = _bytes_of(self.path / shard.file, shard)
         return decode(data, tops)
 
+    def more(self, index: int, name: str) -> list[Int[Tensor, " _"]]:
+        """Return a further column of one shard, a list for each row; no lists where the trace has none.
+
+        Raises:
+            TraceError: as `shard`.
+        """
+        shard = self.info.shards[index]
+        return decode_more(_bytes_of(self.path / shard.file, shard), name)
+
     def sample(self, count: int) -> list[TraceRow]:
         """Return up to `count` rows without tops, drawn by the hash of their ids: the same for every law."""
         return nsmallest(count, self.rows(tops=False), key=lambda row: digest_of(row.id))
@@ -161,15 +173,30 @@ class TraceWriter:
 
     def append(self, rows: Sequence[TraceRow]) -> None:
         """Write one more shard; on return it is on disk and named."""
+        self.put(encode(rows), rows)
+
+    def put(self, data: bytes, rows: Sequence[TraceRow], instead_of: Sequence[Shard] = ()) -> None:
+        """Write one more shard of these rows, encoded before; the shards that it stands for go."""
         if self._info.complete:
             raise TraceError(f"{self._path} is complete; collect more into another folder.")
-        data = encode(rows)
-        name = f"shard-{len(self._info.shards):05d}.parquet"
+        shards = self._info.shards
+        name = f"shard-{int(shards[-1].file[6:-8]) + 1 if shards else 0:05d}.parquet"
         with whole_file(self._path / name) as partial:
             partial.write_bytes(data)
         tokens = sum(len(row.answer_ids) for row in rows)
         shard = Shard(name, len(rows), tokens, hashlib.sha256(data).hexdigest())
-        self._replace(replace(self._info, shards=(*self._info.shards, shard)))
+        kept = tuple(shard for shard in shards if shard not in instead_of)
+        self._replace(replace(self._info, shards=(*kept, shard)))
+        self._delete(instead_of)
+
+    def drop(self, shards: Sequence[Shard]) -> None:
+        """Name some shards no longer, and delete them."""
+        self._replace(replace(self._info, shards=tuple(shard for shard in self._info.shards if shard not in shards)))
+        self._delete(shards)
+
+    def _delete(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            (self._path / shard.file).unlink(missing_ok=True)
 
     def finish(self) -> Trace:
         """Mark the trace complete and return it. Again on a complete one: changes nothing."""
