@@ -65,7 +65,7 @@ def heal_linear(
     Returns:
         One entry for each layer that was refitted.
 
-    Source: Shopkhoev et al. 2025, ReplaceMe (arXiv 2505.02819), equation 4, which fits a square matrix behind
+    Source: Shopkhoev et al. 2025, ReplaceMe (arXiv 2505.02819), which fits a square matrix behind
     `down_proj`; here `down_proj` itself is fitted, a larger family that needs no inverse.
     """
     require_plain_decoder(draft)

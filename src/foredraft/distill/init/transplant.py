@@ -44,7 +44,7 @@ def transplant_vocabulary(
         target_tokenizer: Whose tokens the model speaks afterwards.
         rows: Rows of the target's embeddings, padding included.
 
-    Source: Gee et al. 2022, Fast Vocabulary Transfer (arXiv 2402.09977), section 3; the idea of making drafts so
+    Source: Gee et al. 2022, Fast Vocabulary Transfer (arXiv 2402.09977); the idea of making drafts so
     is that of transplant-vocab (github.com/jukofyork/transplant-vocab).
     """
     origins = find_origins(tokenizer, target_tokenizer, rows)

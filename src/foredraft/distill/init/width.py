@@ -93,7 +93,7 @@ class Importance:
         squares: For each norm, in the order of `_all_norms`, the mean of its input's squares, relative to their mean
             over channels.
 
-    Source: Muralidharan et al. 2024, Minitron (arXiv 2407.14679), section 2.2, whose measures are means of magnitudes
+    Source: Muralidharan et al. 2024, Minitron (arXiv 2407.14679), whose measures are means of magnitudes
     of the same activations; that an activation counts with the norm of the weights that read it is Wanda's (Sun
     et al. 2023, arXiv 2306.11695).
     """
