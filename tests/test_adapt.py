@@ -311,7 +311,7 @@ def _after_few_steps(draft: Draft, shift: int) -> float:
     adapted = adapt(draft, [_task(shift, 20, 100)], [], settings, forward_kl)
     assert len(adapted.curve) == 5
     student = Student.of(adapted.draft)
-    return student.backward(groups_of([_task(shift, 40, 200)]), weighted_loss({"forward_kl": 1.0}, 1.0), None, 0.0).loss
+    return student.backward(groups_of([_task(shift, 40, 200)]), weighted_loss({"forward_kl": 1.0}, 1.0)).loss
 
 
 def test_a_meta_learned_start_adapts_faster_than_plain_training_of_equally_many_steps() -> None:

@@ -268,6 +268,13 @@ class DistillStep(Settings):
         return self
 
     @property
+    def last_loss(self) -> dict[str, float]:
+        """The losses, with weights, that the training ends with."""
+        if self.phases:
+            return self.phases[-1].loss
+        return {self.finish: 1.0} if self.finish else self.loss
+
+    @property
     def losses(self) -> tuple[str, ...]:
         """Every loss of the training as it is written, some perhaps twice."""
         if self.phases:

@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import islice

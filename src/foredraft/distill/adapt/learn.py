@@ -81,7 +81,7 @@ def adapt(
         ModelError: the draft has nothing to train.
     """
     objective = Objective(
-        Schedule.of(_as_distill(settings)).main, task_loss, settings.lambda_distill, settings.lambda_task
+        Schedule.of(_as_distill(settings)).loss(0.0), task_loss, settings.lambda_distill, settings.lambda_task
     )
     loop = _Loop(Student.of(draft), objective, settings)
     curve = loop.run(_plan(groups_of(new), settings), _rehearsal(groups_of(old), settings), progress)

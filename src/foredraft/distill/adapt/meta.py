@@ -90,7 +90,7 @@ def _outer_step(
     for step in range(settings.inner_steps + (settings.algorithm == "fomaml")):
         origin = _weights(student) if step == settings.inner_steps else origin
         batch = next(batches)
-        figures.append(student.backward(batch, loss, None, 0.0))
+        figures.append(student.backward(batch, loss))
         norm = clip_grad_norm_(student.weights.values(), settings.clip)
         if not bool(torch.isfinite(norm)):
             raise NonFiniteError("Meta-learning met a gradient that is not finite: lower inner_rate.")

@@ -35,12 +35,12 @@ class Objective:
 
         Without old answers, or with lambda_task 0, it is plain distillation on the new ones.
         """
-        figures = student.backward(new, self.distill, None, 0.0)
+        figures = student.backward(new, self.distill)
         _scale(student, self.lambda_distill)
         if not old or self.lambda_task == 0.0:
             return figures, _NOTHING
         held = {name: weight.grad for name, weight in student.weights.items()}
-        before = student.backward(old, self.task, None, 0.0)
+        before = student.backward(old, self.task)
         _scale(student, self.lambda_task)
         for name, weight in student.weights.items():
             gradient = held[name]
@@ -57,8 +57,8 @@ def original_loss(steps: Sequence[Mapping[str, Any]]) -> tuple[str, Loss]:
     """
     stored = [step["distill"] for step in steps if "distill" in step]
     settings = DistillStep.model_validate(stored[-1]) if stored else DistillStep()
-    name = settings.finish or " + ".join(f"{weight:g} {loss}" for loss, weight in settings.loss.items())
-    return name, Schedule.of(settings).finish
+    name = " + ".join(loss if weight == 1.0 else f"{weight:g} {loss}" for loss, weight in settings.last_loss.items())
+    return name, Schedule.of(settings).phases[-1].loss
 
 
 def _scale(student: Student, factor: float) -> None:
