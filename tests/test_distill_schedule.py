@@ -55,6 +55,8 @@ def test_loss_and_finish_are_the_simple_form_of_two_phases() -> None:
         assert torch.equal(_values(simple, share), _values(written_out, share))
     assert torch.equal(_values(simple, 0.74), _expected(1, 0, 0))
     assert torch.equal(_values(simple, 0.75), _expected(0, 0, 1))
+    schedule = Schedule.of(simple)
+    assert (schedule.loss(0.0), schedule.loss(0.9)) == (schedule.main, schedule.finish)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])

@@ -52,6 +52,16 @@ class Schedule:
             ),
         )
 
+    @property
+    def main(self) -> Loss:
+        """The loss of the first phase."""
+        return self.phases[0].loss
+
+    @property
+    def finish(self) -> Loss:
+        """The loss of the last phase."""
+        return self.phases[-1].loss
+
     def loss(self, share: float) -> Loss:
         """Return the loss of a step: its phase's, or while that fades in a linear mixture with the one before."""
         index = max(index for index, phase in enumerate(self.phases) if phase.start <= share)
