@@ -21,10 +21,11 @@ class Example:
     """Text behind a context, and the law under which the target's probabilities are taught at its tokens.
 
     Attributes:
-        row: The context as its prompt, the text as its answer. Without top tokens the target is asked live.
+        row: The context as its prompt, the text as its answer.
         temperature, top_k, top_p: Of that law; the one that the trace stored.
         is_targets: Whether the target wrote the text. Where it did not, its most probable token counts as emitted.
         scored: Positions of the answer that are trained on, repeats included; empty for each of them once.
+        is_live: Whether the target's law is not taken from the row and must be asked for.
     """
 
     row: TraceRow
@@ -33,19 +34,15 @@ class Example:
     top_p: float = 1.0
     is_targets: bool = True
     scored: Int[Tensor, " scored"] = NO_IDS
+    is_live: bool = False
 
     @staticmethod
-    def under(law: SamplingLaw, row: TraceRow, is_targets: bool = True) -> "Example":
-        return Example(row, law.temperature, law.top_k, law.top_p, is_targets)
+    def under(law: SamplingLaw, row: TraceRow, is_targets: bool = True, is_live: bool = False) -> "Example":
+        return Example(row, law.temperature, law.top_k, law.top_p, is_targets, is_live=is_live)
 
     @property
     def law(self) -> SamplingLaw:
         return SamplingLaw(self.temperature, self.top_k, self.top_p)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the target's law is not stored and must be asked for."""
-        return self.row.top_ids.shape[1] == 0
 
     @property
     def positions(self) -> Int[Tensor, " scored"]:
@@ -64,17 +61,15 @@ def read_groups(traces: Sequence[Trace], stored_laws: bool = True) -> list[Group
         stored_laws: Read the laws at their tokens too; without them the target is asked live.
 
     Raises:
-        TraceError: there is no answer, or a trace stores no laws.
+        TraceError: there is no answer.
     """
     groups: dict[str, list[Example]] = {}
     for trace in traces:
-        if stored_laws and trace.info.num_tokens and not trace.info.top:
-            raise TraceError(
-                f"{trace.path} stores no law of its target (top 0): collect it with top: 64, or train under laws: live."
-            )
         for row in trace.rows(tops=stored_laws):
             if len(row.answer_ids):
-                groups.setdefault(row.prompt_id, []).append(Example.under(trace.info.stored_law, row))
+                groups.setdefault(row.prompt_id, []).append(
+                    Example.under(trace.info.stored_law, row, is_live=not stored_laws)
+                )
     if not groups:
         raise TraceError(f"There is no answer to learn from in {', '.join(str(trace.path) for trace in traces)}.")
     return [tuple(examples) for examples in groups.values()]
@@ -139,7 +134,7 @@ def num_positions(group: Group) -> int:
 def trained_law(example: Example, row_of_token: Int[Tensor, " vocab"]) -> EventLaw:
     """Return the stored law at the positions that are trained on; see `event_law`.
 
-    Without stored laws its only event is "some token": the target has to be asked.
+    Where it must be asked for, its only event is "some token".
     """
     if example.is_live:
         count = len(example.positions)
@@ -154,8 +149,13 @@ def event_law(row: TraceRow, row_of_token: Int[Tensor, " vocab"], is_targets: bo
     """Return the stored law at each answer token over the rows of a draft's head.
 
     An emitted token that is not among the stored ones takes the place of the least probable of them,
-    whose mass goes to the tail. In text that is not the target's, its most probable token counts as emitted.
+    whose mass goes to the tail. Where none is stored it is the only event. In text that is not the target's, its most
+    probable token counts as emitted.
     """
+    if not row.top_ids.shape[1]:
+        probs = row.logprobs.exp()
+        events = torch.stack([probs, (1.0 - probs).clamp(min=0.0)], -1)
+        return EventLaw(row_of_token[row.answer_ids][:, None], events, torch.zeros_like(row.answer_ids))
     token_ids, probs, tail = row.top_ids.long(), row.top_logprobs.float().exp(), row.tail_mass.clone()
     if not is_targets:
         return EventLaw(row_of_token[token_ids], torch.cat([probs, tail[:, None]], -1), probs.argmax(-1))

@@ -85,7 +85,9 @@ class OnPolicy:
         with _for_inference(model):
             written = write_branches(model, head, text, cuts, law, limit, self._stop_ids, generator)
         return tuple(
-            replace(example, row=_row(example.row, text[:cut], token_ids), is_targets=False, scored=NO_IDS)
+            replace(
+                example, row=_row(example.row, text[:cut], token_ids), is_targets=False, scored=NO_IDS, is_live=True
+            )
             for cut, token_ids in zip(cuts.tolist(), written, strict=True)
         )
 
