@@ -172,7 +172,7 @@ def test_acceptance_is_that_of_the_live_law_where_none_is_stored(answers: list[G
     student, (example,) = _student(), answers[0]
     bare = replace(example.row, top_ids=example.row.top_ids[:, :0], top_logprobs=example.row.top_logprobs[:, :0])
     student.live = LiveTarget(tiny_model(), 272, ALL)
-    asked = student.acceptance([(replace(example, row=bare),)])
+    asked = student.acceptance([(replace(example, row=bare, is_live=True),)])
     stored, tail = student.acceptance([answers[0]]), pack([answers[0]], ALL).law.probs[:, -1]
     assert bool((asked <= stored + 2e-3).all())
     assert bool((asked >= stored - tail - 2e-3).all())

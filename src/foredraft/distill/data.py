@@ -25,7 +25,7 @@ class Example:
         temperature, top_k, top_p: Of that law; the one that the trace stored.
         is_targets: Whether the target wrote the text. Where it did not, its most probable token counts as emitted.
         scored: Positions of the answer that are trained on, repeats included; empty for each of them once.
-        is_live: Whether the target is asked for its law instead of the row.
+        is_live: Whether the target's law is not taken from the row and must be asked for.
     """
 
     row: TraceRow
@@ -134,7 +134,7 @@ def num_positions(group: Group) -> int:
 def trained_law(example: Example, row_of_token: Int[Tensor, " vocab"]) -> EventLaw:
     """Return the stored law at the positions that are trained on; see `event_law`.
 
-    Without stored laws its only event is "some token": the target has to be asked.
+    Where it must be asked for, its only event is "some token".
     """
     if example.is_live:
         count = len(example.positions)
@@ -149,8 +149,8 @@ def event_law(row: TraceRow, row_of_token: Int[Tensor, " vocab"], is_targets: bo
     """Return the stored law at each answer token over the rows of a draft's head.
 
     An emitted token that is not among the stored ones takes the place of the least probable of them,
-    whose mass goes to the tail. Where none is stored it is the only event. In text that is not the target's, its
-    most probable token counts as emitted.
+    whose mass goes to the tail. Where none is stored it is the only event. In text that is not the target's, its most
+    probable token counts as emitted.
     """
     if not row.top_ids.shape[1]:
         probs = row.logprobs.exp()

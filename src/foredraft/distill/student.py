@@ -199,9 +199,7 @@ class Student:
         if not is_live(groups[0]):
             return packed.law
         if self.live is None:
-            raise TraceError(
-                "These answers store no laws, and there is no target to ask: collect a trace with top: 64."
-            )
+            raise TraceError("The laws of these answers must be asked for, and there is no target to ask.")
         return self.live.laws(packed)
 
     def _cut(self, groups: Sequence[Group]) -> list[list[Group]]:

@@ -95,14 +95,14 @@ def gather_texts(
     if settings.laws == "cached":
         path = folder / digest_of(asdict(info))[:8]
         trace = keep_texts(target, documents, settings, info, positions, path, progress)
-        return Texts(_groups(trace.rows(), law), trace.digest)
+        return Texts(_groups(trace.rows(), law, is_live=False), trace.digest)
     windows = cut(documents, target.tokenizer, settings)
     rows: list[TraceRow] = []
     # As many as there are in the shards of what would be kept.
     for start in range(0, len(windows), _SHARD_WINDOWS):
         if sum(len(row.answer_ids) for row in rows) < positions:
             rows += [window.row() for window in windows[start : start + _SHARD_WINDOWS]]
-    return Texts(_groups(rows, law), digest_of([asdict(info), len(rows)]))
+    return Texts(_groups(rows, law, is_live=True), digest_of([asdict(info), len(rows)]))
 
 
 def cut(documents: Sequence[Document], tokenizer: Any, settings: TextSettings) -> list[Window]:
@@ -166,8 +166,8 @@ def keep_texts(
     return Trace(path, replace(writer.info, shards=tuple(shards), complete=False))
 
 
-def _groups(rows: Iterable[TraceRow], law: SamplingLaw) -> tuple[Group, ...]:
-    return tuple((Example.under(law, row, is_targets=False),) for row in rows)
+def _groups(rows: Iterable[TraceRow], law: SamplingLaw, is_live: bool) -> tuple[Group, ...]:
+    return tuple((Example.under(law, row, is_targets=False, is_live=is_live),) for row in rows)
 
 
 def _info(target: LocalTarget, law: SamplingLaw, documents: Sequence[Document], settings: TextSettings) -> TraceInfo:
