@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from foredraft.core.errors import UserError
 
-# Helpers wait for their next job while the main process collects answers, which takes hours.
-_LONGEST_WAIT = timedelta(days=30)
+# Helpers wait for their next job while the main process collects answers, which takes hours. In milliseconds it must
+# stay below 2^31.
+_LONGEST_WAIT = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def join_processes() -> Processes:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=_LONGEST_WAIT)
         atexit.register(dist.destroy_process_group)
+        dist.barrier()  # Connections are made while all are known to be there.
     return processes()
 
 
@@ -74,7 +76,7 @@ def from_main(value: Any) -> Any:
     except RuntimeError as error:
         if processes().is_main:
             raise
-        raise SystemExit(1) from error
+        raise SystemExit(f"Process {processes().rank} lost the main process: {error}") from error
     return box[0]
 
 
