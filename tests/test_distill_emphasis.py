@@ -131,7 +131,7 @@ def test_the_reference_is_the_draft_as_it_was_before_training(trace: Trace) -> N
     emphasis = Emphasis.of(DistillStep(selective=0.5), draft)
     packed = pack(groups, rows_of_tokens(torch.arange(0), 272))
     losses = emphasis.reference_losses(packed, packed.law, forward_kl)
-    figures = Student.of(draft).backward(groups, forward_kl, None, 0.0)
+    figures = Student.of(draft).backward(groups, forward_kl)
     assert figures.loss == pytest.approx(float(losses.mean()), rel=1e-5)
 
 

@@ -69,7 +69,7 @@ def test_only_the_factor_of_the_draft_is_trained(tmp_path: Path) -> None:
     matrices = {name: weight for name, weight in student.weights.items() if weight.dim() > 1}
     assert len(matrices) == 14
     assert all(weight.shape[0] == 4 for weight in matrices.values())
-    student.backward(read_groups([written_trace(tmp_path / "t", target, 4)]), forward_kl, None, 0.0)
+    student.backward(read_groups([written_trace(tmp_path / "t", target, 4)]), forward_kl)
     assert all(bool(weight.grad.abs().sum() > 0) for weight in matrices.values())
     assert all(factor.basis.grad is None and not factor.basis.requires_grad for factor in factors(student.model))
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
