@@ -14,12 +14,12 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.protocols import TOKENS_EXACT, Drafter, StatesValidity
 from foredraft.decoding.trees import TreeShape
+from foredraft.drafters import load_drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace
-from foredraft.verbs import load_drafter
 from tests.test_report_warnings import TARGET, scored
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from foredraft import online, verbs
+from foredraft import online, trainings, verbs
 from foredraft.checkpoint import read_manifest
 from foredraft.cli import app
 from foredraft.core.errors import TraceError, UserError
@@ -62,7 +62,9 @@ def _weights(draft: Draft) -> dict[str, torch.Tensor]:
 def test_without_the_old_loss_adapting_is_distillation_on_the_buffer(served: Trace, old: Trace, tmp_path: Path) -> None:
     settings = AdaptStep(lambda_task=0.0, passes=2.0, **FAST)
     found = adapt(_start(), [Text.of(served)], [Text.of(old)], settings, forward_kl)
-    step = DistillStep(tokens=2 * served.info.num_tokens, batch_tokens=200, learning_rate=1e-2)
+    step = DistillStep(
+        tokens=2 * served.info.num_tokens, batch_tokens=200, learning_rate=1e-2, validation={"prompts": 0}
+    )
     wanted = distill(_start(), [served], step, tiny_target(), tmp_path / "work")
     assert [point.loss for point in found.curve] == pytest.approx([point.loss for point in wanted.curve], rel=1e-4)
     for name, weight in _weights(wanted.draft).items():
@@ -90,8 +92,8 @@ def test_the_old_loss_is_the_one_that_the_last_distillation_ended_with() -> None
     law, logprobs = _some_law()
     for known, name, loss in (
         (steps, "lk_hybrid", lk_hybrid),
-        (steps[:2], "1 tvd", total_variation),
-        ([], "1 forward_kl", forward_kl),
+        (steps[:2], "tvd", total_variation),
+        ([], "forward_kl", forward_kl),
     ):
         found = original_loss(known)
         assert found[0] == name
@@ -179,7 +181,7 @@ def _served_by(target: LocalTarget, path: Path, num_answers: int = 30, writer: P
 def test_a_better_draft_takes_the_place_of_the_old_one(target: LocalTarget, draft_folder: Path, tmp_path: Path) -> None:
     trace = _served_by(target, tmp_path / "served")
     step = AdaptStep(buffer=[str(trace.path)], passes=6.0, lambda_task=0.0, **FAST)
-    manifest = verbs.adapt_draft(draft_folder, target, verbs.served_texts(step.buffer, target), [], [], step,
+    manifest = trainings.adapt_draft(draft_folder, target, trainings.served_texts(step.buffer, target), [], [], step,
                                  tmp_path / "out")  # fmt: skip
     found = manifest.options["adapted"]
     assert (found["kept"], found["reason"], found["answers"], found["old_domains"]) == ("new", "", 30, None)
@@ -202,9 +204,9 @@ def test_the_guard_keeps_the_old_draft_where_the_new_one_is_worse(
     if worse_on == "held-out answers of the old domains":  # what the old draft itself would say
         result = Draft(target.model)
         guards = [_served_by(target, tmp_path / "guard", 12, load_draft(draft_folder, "float32").model)]
-    monkeypatch.setattr(verbs, "adapt", lambda *_: Adapted(result, ()))
+    monkeypatch.setattr(trainings, "adapt", lambda *_: Adapted(result, ()))
     step = AdaptStep(lambda_task=0.0)
-    manifest = verbs.adapt_draft(draft_folder, target, [Text.of(trace)], [], guards, step, tmp_path / "out")
+    manifest = trainings.adapt_draft(draft_folder, target, [Text.of(trace)], [], guards, step, tmp_path / "out")
     found = manifest.options["adapted"]
     assert found["kept"] == "old"
     assert f"on {worse_on} tokens per call at k=4 changed by -" in found["reason"]
@@ -218,7 +220,7 @@ def test_a_weight_for_old_answers_without_any_warns(
 ) -> None:
     trace = _served_by(target, tmp_path / "served", 6)
     with caplog.at_level(logging.WARNING):
-        verbs.adapt_draft(draft_folder, target, [Text.of(trace)], [], [], AdaptStep(steps=1), tmp_path / "out")
+        trainings.adapt_draft(draft_folder, target, [Text.of(trace)], [], [], AdaptStep(steps=1), tmp_path / "out")
     assert "lambda_task 1 has no effect" in caplog.text
 
 
@@ -234,9 +236,9 @@ def test_without_text_nothing_but_weights_and_counts_is_written(
     target: LocalTarget, draft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[TraceRow] = []
-    real = verbs.divide
+    real = trainings.divide
     monkeypatch.setattr(
-        verbs, "divide", lambda texts, *rest: (rows.extend(texts[0].rows), real(texts, *rest))[1]
+        trainings, "divide", lambda texts, *rest: (rows.extend(texts[0].rows), real(texts, *rest))[1]
     )  # fmt: skip
     monkeypatch.chdir(tmp_path)
     requests = online.Requests(_prompts(6), Asked(max_new_tokens=8), keeps_text=False)
@@ -262,7 +264,7 @@ def test_with_text_the_answers_stay_in_the_buffer(target: LocalTarget, draft_fol
     step = AdaptStep(lambda_task=0.0, buffer=[str(tmp_path / "buffer")], **FAST)
     requests = online.Requests(_prompts(4), Asked(max_new_tokens=8))
     online.adapt_online(draft_folder, target, requests, 1.0, [], [], step, tmp_path / "out")
-    (text,) = verbs.served_texts(step.buffer, target)
+    (text,) = trainings.served_texts(step.buffer, target)
     assert len(text.rows) == 4
     assert text.examined > 0
 

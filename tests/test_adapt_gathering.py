@@ -11,13 +11,13 @@ from foredraft.cli import app
 from foredraft.core.errors import OutputError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.protocols import Answer
+from foredraft.drafters import load_drafter
 from foredraft.generation import Asked, answer
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.settings import DecodeSettings
 from foredraft.trace.buffer import UNTESTED, BufferFolder, Gathered, MemoryBuffer, buffer_info, read_gathered
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import MANIFEST, open_trace
-from foredraft.verbs import load_drafter
 from tests.traces import folder, trace_row
 
 TOP = 5

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from foredraft import verbs
+from foredraft import drafters, verbs
 from foredraft.check import check_pair
 from foredraft.check_table import check_table
 from foredraft.cli import main
@@ -270,7 +270,7 @@ def test_the_verdict_on_foredraft_is_what_loading_the_draft_does(pairs: dict[str
             one for one in check_pair(target.path.as_posix(), str(pairs[name])).verdicts if one.runtime == "foredraft"
         )
         try:
-            verbs.load_drafter(str(pairs[name]), target)
+            drafters.load_drafter(str(pairs[name]), target)
             loads = True
         except Exception:
             loads = False
@@ -318,9 +318,9 @@ def test_a_changed_target_is_noticed_behind_a_draft(
     found = check_pair(str(changed), str(made), read_weights=True)
     assert "The target behind this draft has changed" in found.findings[0].reason
     with caplog.at_level(logging.WARNING):
-        verbs.load_drafter(str(made), load_target(str(tiny_target_folder), "float32"))
+        drafters.load_drafter(str(made), load_target(str(tiny_target_folder), "float32"))
         assert not caplog.records
-        verbs.load_drafter(str(made), load_target(str(changed), "float32"))
+        drafters.load_drafter(str(made), load_target(str(changed), "float32"))
     assert "has changed" in caplog.text
     caplog.clear()
     verbs.export_draft(made, load_target(str(changed), "float32"), "transformers", 2, tmp_path / "export")

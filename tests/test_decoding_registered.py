@@ -16,11 +16,11 @@ from foredraft.core.protocols import Drafter
 from foredraft.decoding.batched import decode_batch
 from foredraft.decoding.speculative import Limits, decode
 from foredraft.distill.init import init_from_target
+from foredraft.drafters import load_drafter
 from foredraft.models.draft import save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.steps import NgramStep
-from foredraft.verbs import load_drafter
 
 PROMPTS = ("The cat sat on the mat. The cat sat on", "for i in range(10):\n    print(i)\nfor i in")
 K = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foredraft import verbs
+from foredraft import trainings, verbs
 from foredraft.checkpoint import read_manifest
 from foredraft.core.errors import ModelError
 from foredraft.distill.data import read_groups
@@ -83,7 +83,7 @@ def test_a_shared_draft_is_trained_within_its_factors_and_saved_as_a_plain_model
     shared = read_manifest(tmp_path / "a").options["shared"]
     assert (shared["layers"], shared["rank"]) == ([0, 3], 4)
     step = DistillStep(tokens=320, batch_tokens=40, learning_rate=1e-2)
-    verbs.distill_draft(tmp_path / "a", target, traces, step, tmp_path / "b")
+    trainings.distill_draft(tmp_path / "a", target, traces, step, tmp_path / "b")
     assert read_manifest(tmp_path / "b").options["shared"] == shared
     before, after = load_draft(tmp_path / "a", "float32").model, load_draft(tmp_path / "b", "float32").model
     for number, layer in zip((0, 3), layer_stack(after), strict=True):
@@ -114,7 +114,7 @@ def test_cutting_a_shared_draft_ends_the_sharing(tmp_path: Path) -> None:
     verbs.init_draft(target, traces, InitStep(layers="0,1,3", share_rank=4), tmp_path / "a")
     verbs.prune_draft(tmp_path / "a", target, traces, PruneStep(), tmp_path / "b")
     assert "shared" not in read_manifest(tmp_path / "b").options
-    verbs.distill_draft(tmp_path / "b", target, traces, DistillStep(tokens=40), tmp_path / "c")
+    trainings.distill_draft(tmp_path / "b", target, traces, DistillStep(tokens=40), tmp_path / "c")
 
 
 def test_factors_of_other_shapes_are_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from foredraft import verbs
+from foredraft import drafters, verbs
 from foredraft.core.errors import ModelError, RecipeError, UserError, VocabMismatchError
 from foredraft.distill.init.scratch import Plan, init_from_scratch, scratch_shape
 from foredraft.distill.init.sibling import set_rows
@@ -106,7 +106,7 @@ def test_a_sibling_speaks_as_before_whatever_padding_its_embeddings_have(rows: i
     assert draft.config.vocab_size == 272
     assert len(layer_stack(draft)) == 3
     torch.testing.assert_close(logits(draft)[..., :259], logits(plain)[..., :259])
-    drafter = verbs.load_drafter(str(tmp_path / "draft"), target)
+    drafter = drafters.load_drafter(str(tmp_path / "draft"), target)
     assert drafter.vocab_size == 272
 
 
@@ -138,7 +138,7 @@ def test_a_sibling_of_other_tokens_is_refused_with_the_first_difference(tmp_path
         with pytest.raises(VocabMismatchError, match=r"token 3 is .* here and '!' there. Set transplant: true"):
             refuse(InitStep(source=str(other)))
     verbs.init_draft(target, [], InitStep(source=str(other), transplant=True), tmp_path / "draft")
-    verbs.load_drafter(str(tmp_path / "draft"), target)
+    drafters.load_drafter(str(tmp_path / "draft"), target)
 
 
 # --- transplant
@@ -238,7 +238,7 @@ def test_a_transplanted_draft_reloads_in_stock_transformers_and_speaks_the_targe
     draft = load_draft(tmp_path / "draft", "float32").model
     torch.testing.assert_close(logits(stock), logits(draft))
     assert stock.config.vocab_size == 272
-    assert verbs.load_drafter(str(tmp_path / "draft"), target).vocab_size == 272
+    assert drafters.load_drafter(str(tmp_path / "draft"), target).vocab_size == 272
 
 
 # --- settings

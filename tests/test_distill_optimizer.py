@@ -23,7 +23,8 @@ from foredraft.distill.train import Distilled, distill
 from foredraft.models.draft import save_draft
 from foredraft.steps import DistillStep
 from foredraft.trace.store import Trace
-from foredraft.verbs import _blank, distill_draft
+from foredraft.trainings import distill_draft
+from foredraft.verbs import _blank
 from tests.distilling import tiny_target, written_trace
 from tests.tiny import tiny_model
 

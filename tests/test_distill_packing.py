@@ -64,6 +64,7 @@ def test_common_beginnings_are_run_once() -> None:
 def test_gradients_are_those_of_answers_behind_a_constant_prompt() -> None:
     """The reference is stock transformers: the prompt goes through its cache, without a gradient."""
     model, reference = tiny_model(), tiny_model()
+    model.get_input_embeddings().requires_grad_(False)
     groups = SHARED[1:] + _groups([[([4, 5, 6], [7, 8, 9]), ([4, 5, 6], [30, 31])]])
     packed = pack(groups, ALL)
     run_body(model, packed).last_hidden_state[0, packed.read].square().sum().backward()

@@ -9,11 +9,11 @@ import torch
 from foredraft import generate as public_generate
 from foredraft.core.errors import CapabilityError, OutputError, UnknownNameError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.drafters import load_drafter
 from foredraft.generation import Asked, Generated, answer, answer_file, as_prompt
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.settings import DecodeSettings
 from foredraft.trace.prompts import Prompt
-from foredraft.verbs import load_drafter
 
 ASKED = Asked(max_new_tokens=12)
 

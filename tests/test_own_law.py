@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from foredraft import verbs
+from foredraft import drafters, verbs
 from foredraft.acceptance.evaluate import score
 from foredraft.acceptance.fitting import FittedLaw, fit_law
 from foredraft.acceptance.intervals import Interval, PairedDifference
@@ -92,7 +92,7 @@ def test_a_flat_draft_is_fitted_cooler_and_accepted_more_on_text_that_it_was_not
     assert fit["target"]["temperature"] == 1.0
     assert fit["interval"][0] > 0.0
     before, after = (
-        score("draft", verbs.load_drafter(str(folder), target), traces["eval"], [3]) for folder in (flat, fitted)
+        score("draft", drafters.load_drafter(str(folder), target), traces["eval"], [3]) for folder in (flat, fitted)
     )
     assert after.mean_tokens_per_call(3) > before.mean_tokens_per_call(3) + 0.2
     assert after.expected_acceptance > 0.85 > before.expected_acceptance
@@ -112,7 +112,7 @@ def test_the_report_is_scored_under_the_draft_s_own_law_and_says_so(
 
 
 def test_a_law_that_gains_nothing_beyond_the_noise_is_not_kept(target: LocalTarget, traces: dict[str, Trace]) -> None:
-    itself = verbs.load_drafter(str(target.path), target)
+    itself = drafters.load_drafter(str(target.path), target)
     found = fit_law("itself", itself, traces["train"], 3, answers=8)
     assert found.law == PLAIN
     assert len(found.tried) >= 9
@@ -131,7 +131,7 @@ def test_a_better_figure_inside_the_noise_is_recorded_and_not_followed() -> None
 
 
 def test_a_greedy_draft_is_one_of_the_laws_tried(flat: Path, target: LocalTarget, traces: dict[str, Trace]) -> None:
-    found = fit_law("flat", verbs.load_drafter(str(flat), target), traces["train"], 2, factors=(0.0, 0.5), answers=6)
+    found = fit_law("flat", drafters.load_drafter(str(flat), target), traces["train"], 2, factors=(0.0, 0.5), answers=6)
     assert SamplingLaw(0.0) in found.tried
     assert found.best == SamplingLaw(0.5)
     assert found.tried[found.best] > found.tried[SamplingLaw(0.0)] + 0.3
@@ -160,7 +160,7 @@ def test_an_n_gram_law_takes_a_law_of_its_own_too(
 ) -> None:
     verbs.build_ngram(target, [traces["train"]], NgramStep(kind="ngram-law"), tmp_path / "counts")
     verbs.set_law(tmp_path / "counts", target, [], LawStep(temperature=0.5, top_k=4), tmp_path / "cool")
-    drafter = verbs.load_drafter(str(tmp_path / "cool"), target)
+    drafter = drafters.load_drafter(str(tmp_path / "cool"), target)
     assert bound_for(drafter, PLAIN).law == SamplingLaw(0.5, top_k=4)
     assert bound_for(drafter, GREEDY).law == GREEDY
 

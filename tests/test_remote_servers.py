@@ -20,6 +20,7 @@ from foredraft.acceptance.evaluate import score, score_bound
 from foredraft.core.errors import CapabilityError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw, law_logprobs
 from foredraft.core.protocols import Drafter
+from foredraft.drafters import load_drafter
 from foredraft.models.loading import load_causal_lm
 from foredraft.models.remote.target import connect
 from foredraft.models.target import LocalTarget
@@ -29,7 +30,7 @@ from foredraft.trace.collect import collect
 from foredraft.trace.logged import LoggedAnswer, collect_logged
 from foredraft.trace.prompts import Prompt, read_prompts, render
 from foredraft.trace.store import Trace, TraceWriter, absent_target, open_trace
-from foredraft.verbs import export_draft, init_draft, load_drafter
+from foredraft.verbs import export_draft, init_draft
 from tests.servers import llama_server, vllm_server
 
 pytestmark = [

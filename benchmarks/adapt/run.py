@@ -35,7 +35,7 @@ from foredraft.trace.collect import collect
 from foredraft.trace.prompts import Prompt, read_prompts, render
 from foredraft.trace.split import split, split_sources
 from foredraft.trace.store import Trace, open_trace
-from foredraft.verbs import adapt_draft, distill_draft, meta_draft
+from foredraft.trainings import adapt_draft, distill_draft, meta_draft
 
 OLD_DOMAINS = ["code", "code_edit", "instruct", "math"]
 OLD = PromptSource(file="shipped", domains=OLD_DOMAINS, train=48, eval=24)

@@ -86,9 +86,9 @@ def _curves(report: dict[str, Any], points: int = 12) -> Iterator[str]:
             + "|---" * 5
             + "|"
         )
-        validated = [point for point in curve if point.get("tokens_per_call")] or curve
+        validated = [point for point in curve if point.get("mean_tokens_per_call")] or curve
         for point in validated[:: max(1, len(validated) // points)]:
-            shown = f"{point['tokens_per_call']:.3f}" if point.get("tokens_per_call") else ""
+            shown = f"{point['mean_tokens_per_call']:.3f}" if point.get("mean_tokens_per_call") else ""
             yield (
                 f"| {point['seconds'] / 60:.1f} | {point['positions']:,} | {point['loss']:.3f} | "
                 f"{point['acceptance']:.3f} | {shown} |"

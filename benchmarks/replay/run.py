@@ -24,6 +24,7 @@ from foredraft.acceptance.leaderboard import describe_machine
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.protocols import Drafter
+from foredraft.drafters import load_drafter
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.target import LocalTarget, load_target
@@ -32,7 +33,6 @@ from foredraft.settings import PromptSource, TraceSettings
 from foredraft.trace.collect import collect
 from foredraft.trace.prompts import read_prompts
 from foredraft.trace.store import Trace, open_trace
-from foredraft.verbs import load_drafter
 
 KS = list(range(1, 9))
 LAWS = (GREEDY, SamplingLaw())

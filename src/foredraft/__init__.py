@@ -14,7 +14,7 @@ except PackageNotFoundError:
 
 _PUBLIC = {
     "load_target": "foredraft.models.target:load_target",
-    "load_drafter": "foredraft.verbs:load_drafter",
+    "load_drafter": "foredraft.drafters:load_drafter",
     "open_trace": "foredraft.trace.store:open_trace",
     "generate": "foredraft.generation:generate",
     "evaluate": "foredraft.pool:evaluate_drafters",

@@ -244,7 +244,7 @@ def distill(
     trust_remote_code: Trust = False,
 ) -> None:
     """Teach a draft the target's law on the target's own answers, and on general text."""
-    from foredraft import verbs
+    from foredraft import trainings, verbs
     from foredraft.core.processes import join_processes
     from foredraft.recipe import settings_from
     from foredraft.settings import PromptSource
@@ -255,15 +255,15 @@ def distill(
     here = join_processes()
     loaded, opened = _target(target, dtype, adapter, trust_remote_code), _traces(traces)
     if not here.is_main:
-        verbs.help_training(loaded)
+        trainings.help_training(loaded)
         return
     if draft is None:
         draft = out.with_name(f"{out.name}-untrained")
         if not draft.exists():
             verbs.init_draft(loaded, opened, InitStep(layers=layers, vocab=vocab), draft)
     held_out = read_prompts(PromptSource(file=eval_prompts)) if eval_prompts else []
-    written = verbs.distill_draft(draft, loaded, opened, step, out, _progress(), held_out=held_out)
-    verbs.dismiss_helpers()
+    written = trainings.distill_draft(draft, loaded, opened, step, out, _progress(), held_out=held_out)
+    trainings.dismiss_helpers()
     _print_draft(out, written, as_json)
 
 
@@ -322,7 +322,7 @@ def adapt(
 
     --set takes the keys of the recipe steps `adapt` and, with --meta, `meta`.
     """
-    from foredraft import online, verbs
+    from foredraft import online, trainings
     from foredraft.core.law import SamplingLaw
     from foredraft.generation import Asked
     from foredraft.recipe import settings_from
@@ -335,7 +335,7 @@ def adapt(
             raise UserError("--meta learns from --trace alone: leave out --buffer, --prompts and --guard.")
         found = settings_from(MetaStep, overrides)
         loaded = _target(target, dtype, adapter, trust_remote_code)
-        _print_draft(out, verbs.meta_draft(draft, loaded, _traces(traces), found, out, _progress()), as_json)
+        _print_draft(out, trainings.meta_draft(draft, loaded, _traces(traces), found, out, _progress()), as_json)
         return
     step = settings_from(AdaptStep, [f"buffer={json.dumps([str(folder) for folder in buffers])}", *overrides])
     asked = read_prompts(PromptSource(file=prompts)) if prompts else []
@@ -816,12 +816,12 @@ def generate(
     --set takes rule, length, longest, cost_ratio, target_growth, fallback_after, pause and batch_size.
     """
     from foredraft.core.law import SamplingLaw
+    from foredraft.drafters import load_drafter
     from foredraft.generation import Asked, answer, answer_file, as_prompt
     from foredraft.online import open_buffer
     from foredraft.recipe import settings_from
     from foredraft.settings import DecodeSettings, PromptSource
     from foredraft.trace.prompts import read_prompts
-    from foredraft.verbs import load_drafter
 
     if bool(prompt) == bool(prompts) or bool(prompts) != bool(out):
         raise UserError("Give a prompt, or --prompts with --out.")

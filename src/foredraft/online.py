@@ -8,6 +8,7 @@ from foredraft.checkpoint import DraftManifest
 from foredraft.core.errors import UserError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.adapt.text import Text
+from foredraft.drafters import load_drafter
 from foredraft.generation import Asked, answer
 from foredraft.models.target import LocalTarget
 from foredraft.settings import DecodeSettings
@@ -15,7 +16,7 @@ from foredraft.steps import AdaptStep
 from foredraft.trace.buffer import Buffer, BufferFolder, MemoryBuffer, buffer_info
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace
-from foredraft.verbs import adapt_draft, load_drafter, served_texts
+from foredraft.trainings import adapt_draft, served_texts
 
 _TOP = 64
 _ASKED, _DECODING = Asked(), DecodeSettings()

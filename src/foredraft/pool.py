@@ -9,7 +9,7 @@ from typing import Any, final
 
 import yaml
 
-from foredraft import verbs
+from foredraft import drafters, trainings, verbs
 from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.catalog import resolve
@@ -43,7 +43,7 @@ class Made:
     """A candidate after some of its steps.
 
     Attributes:
-        spec: What verbs.load_drafter takes.
+        spec: What drafters.load_drafter takes.
         key: Digest of everything that went into it.
     """
 
@@ -71,7 +71,7 @@ def run_recipe(
     """
     if not processes().is_main:
         target = load_target(recipe.target.model, recipe.target.dtype, trust_remote_code, recipe.target.adapter)
-        verbs.help_training(target)
+        trainings.help_training(target)
         return {}
     workspace = Workspace.open(out)
     prompts = split_sources(recipe.trace.prompts, recipe.trace.seed)
@@ -83,7 +83,7 @@ def run_recipe(
     for runtime in recipe.export:
         resolve("exporters", runtime)
     report = _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
-    verbs.dismiss_helpers()
+    trainings.dismiss_helpers()
     return report
 
 
@@ -118,7 +118,7 @@ def evaluate_drafters(
     workspace = Workspace.open(Path(out))
     contenders = {}
     for name, spec in _named(specs).items():
-        drafter = verbs.load_drafter(spec, target, trust_remote_code)
+        drafter = drafters.load_drafter(spec, target, trust_remote_code)
         contenders[name] = Contender(_spec_key(spec), partial(_itself, drafter))
     if isinstance(text, TraceSettings):
         if isinstance(target, Absent):
@@ -224,20 +224,20 @@ class _Run:
             return Made(f"{made.spec}+{step.settings}", digest_of([made.key, step.settings]))
         source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
-            "distill": lambda out: verbs.distill_draft(
+            "distill": lambda out: trainings.distill_draft(
                 source, self.target, train, settings, out, progress, self.workspace.root / "text", self._held_out
             ),
-            "adapt": lambda out: verbs.adapt_draft(
+            "adapt": lambda out: trainings.adapt_draft(
                 source,
                 self.target,
-                verbs.served_texts(settings.buffer, self.target),
+                trainings.served_texts(settings.buffer, self.target),
                 train,
                 (),
                 settings,
                 out,
                 progress,
             ),
-            "meta": lambda out: verbs.meta_draft(source, self.target, train, settings, out, progress),
+            "meta": lambda out: trainings.meta_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
             "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
@@ -263,7 +263,7 @@ class _Run:
         return {
             name: Contender(
                 made.key,
-                partial(verbs.load_drafter, made.spec, self.target, self.trust_remote_code),
+                partial(drafters.load_drafter, made.spec, self.target, self.trust_remote_code),
                 twins.get(name, ""),
                 parents[name],
             )
@@ -351,7 +351,7 @@ def _keys(traces: Sequence[Trace]) -> list[str]:
 
 def _spec_key(spec: str) -> str:
     """Identity of what a spec names: a draft's digest, a folder's files and their sizes, or the words themselves."""
-    base, *wraps = verbs.split_spec(spec)
+    base, *wraps = drafters.split_spec(spec)
     if wraps:
         return digest_of([_spec_key(base), *wraps])
     folder = Path(spec)
@@ -368,7 +368,7 @@ def _named(specs: Sequence[str]) -> dict[str, str]:
     """Name each spec by its last part, numbered where two agree."""
     named: dict[str, str] = {}
     for spec in specs:
-        base, *wraps = verbs.split_spec(spec)
+        base, *wraps = drafters.split_spec(spec)
         name = "+".join([Path(base).name if Path(base).exists() else base, *wraps])
         number = sum(known == name or known.startswith(f"{name}#") for known in named)
         named[f"{name}#{number + 1}" if number else name] = spec

@@ -47,7 +47,7 @@ def verdict(runtime: str, pair: PairFacts, k: int = 4) -> Verdict:
 
 
 def foredraft(pair: PairFacts) -> Iterator[Finding]:
-    """This package: verbs.load_drafter."""
+    """This package: drafters.load_drafter."""
     yield from (Finding(facts.fault, "", True) for facts in (pair.target, pair.draft) if facts.fault)
     yield from _other_tokens(pair, "foredraft scores and decodes only drafts of the target's tokenizer")
     if pair.same_tokens and not pair.cut_alike:

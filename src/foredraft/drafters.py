@@ -1,0 +1,104 @@
+"""Drafters by what a user calls them: a folder, a hub id, a kind with options, and ways of drafting behind it."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from foredraft.catalog import names, resolve, unknown_name_message
+from foredraft.checkpoint import MANIFEST
+from foredraft.core.errors import UnknownNameError, UserError, VocabMismatchError
+from foredraft.core.law import SamplingLaw
+from foredraft.core.protocols import Drafter, Speaker
+from foredraft.lineage import manifest_for
+from foredraft.models.causal_lm import CausalLMDrafter
+from foredraft.models.draft import Draft
+from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
+from foredraft.models.target import LocalTarget
+
+
+def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) -> Drafter:
+    """Return the drafter that `spec` names: a folder, a hub id, or `kind:option=value,...`.
+
+    Behind it may stand ways of drafting, each applied to what stands before it: `draft+tree:max_nodes=16,width=4`,
+    `draft+confident:threshold=0.4`, `small+cascade:middle=draft`.
+
+    Raises:
+        VocabMismatchError: it does not speak the target's tokens; the message names the first difference.
+        UnknownNameError: it is no folder and no known kind.
+        UserError: a way of drafting does not take such options.
+    """
+    base, *wraps = split_spec(spec)
+    drafter = _load_plain(base, target, trust_remote_code)
+    for wrap in wraps:
+        factory, options = read_wrapper(wrap)
+        drafter = factory(drafter, partial(load_drafter, target=target, trust_remote_code=trust_remote_code), **options)
+    return drafter
+
+
+def split_spec(spec: str) -> list[str]:
+    """Return what a spec starts from, and the ways of drafting behind it."""
+    return re.split(rf"\+(?=(?:{'|'.join(names('wrappers'))})(?:[:+]|$))", spec)
+
+
+def read_wrapper(wrap: str) -> tuple[Callable[..., Drafter], dict[str, Any]]:
+    """Return what makes one drafter of another, and its options.
+
+    Raises:
+        UnknownNameError: no such way of drafting.
+        UserError: it does not take such an option.
+    """
+    name, _, written = wrap.partition(":")
+    factory = resolve("wrappers", name)
+    takes = dict(list(signature(factory).parameters.items())[2:])  # behind the drafter and what loads others
+    options: dict[str, Any] = {}
+    for option, value in _options(written, wrap).items():
+        if option not in takes:
+            raise UserError(f"{wrap}: {name} takes {', '.join(takes)}, not {option}.")
+        kind = type(takes[option].default)
+        if not (isinstance(value, kind) or (kind is float and isinstance(value, int))):
+            raise UserError(f"{wrap}: {option} is a {kind.__name__}, not {value!r}.")
+        options[option] = kind(value)
+    return factory, options
+
+
+def _load_plain(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
+    path = Path(spec)
+    kind, _, options = spec.partition(":")
+    if (path / MANIFEST).is_file():
+        return resolve("loaders", manifest_for(path, target).kind)(path, _draft_dtype(target))
+    if kind in names("drafters"):
+        return resolve("drafters", kind)(target.vocab_size, **_options(options, spec))
+    if path.exists() or "/" in spec:
+        return _foreign_draft(spec, target, trust_remote_code)
+    message = unknown_name_message("drafter", spec, names("drafters"))
+    raise UnknownNameError(f"{message} A draft folder or a hub id will do too.")
+
+
+def _foreign_draft(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
+    loaded = load_causal_lm(spec, _draft_dtype(target), trust_remote_code)
+    if loaded.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        difference = "their tokenizers are not the same"
+        if isinstance(target, LocalTarget):
+            difference = first_difference(loaded.tokenizer, target.tokenizer)
+        raise VocabMismatchError(f"{spec} does not speak the tokens of {target.name}: {difference}.")
+    return CausalLMDrafter(Draft(loaded.model), SamplingLaw(), target.vocab_size)
+
+
+def _draft_dtype(target: Speaker) -> str:
+    """Return what drafts compute in: what the target does, unless it is not here or of another kind, such as Q4_K."""
+    return target.dtype if target.dtype in DTYPES else "auto"
+
+
+def _options(text: str, spec: str) -> dict[str, int | float | str]:
+    options = {}
+    for part in filter(None, text.split(",")):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise UserError(f"{spec}: {part!r} is no option; write kind:option=value,option=value.")
+        options[name] = yaml.safe_load(value)
+    return options

@@ -1,0 +1,77 @@
+"""What a draft was made from, and for whom: its manifest, as the steps go on."""
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
+from foredraft.core.errors import CheckpointError, ModelError, VocabMismatchError
+from foredraft.core.law import SamplingLaw
+from foredraft.core.protocols import Speaker
+from foredraft.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+def manifest_for(source: Path, target: Speaker) -> DraftManifest:
+    if not (source / MANIFEST).is_file():
+        if not (source / "config.json").is_file():
+            raise ModelError(f"{source} is no draft: it has neither {MANIFEST} nor config.json.")
+        return blank_manifest(target, "causal-lm")
+    manifest = read_manifest(source)
+    if (manifest.vocab_size, manifest.tokenizer_fingerprint) != (target.vocab_size, target.tokenizer_fingerprint):
+        raise VocabMismatchError(
+            f"{source} was made for {manifest.target} ({manifest.vocab_size} tokens, tokenizer "
+            f"{manifest.tokenizer_fingerprint[:8]}), not for {target.name} ({target.vocab_size} tokens, "
+            f"{target.tokenizer_fingerprint[:8]}). Make a draft from this target."
+        )
+    warn_of_changed_target(source, manifest, target)
+    return manifest
+
+
+def refuse_missing_files(source: Path, manifest: DraftManifest) -> None:
+    for name in manifest.files:
+        if not (source / name).is_file():
+            raise CheckpointError(
+                f"{source} lacks {name}: the draft is only half there. Delete the folder and run the command that "
+                "made it again."
+            )
+
+
+def warn_of_changed_target(source: Path, manifest: DraftManifest, target: Speaker) -> None:
+    if manifest.target_fingerprint != target.fingerprint:
+        _log.warning(
+            "The target behind %s has changed: it was made for %s with %s, this is %s with %s (other weights, settings "
+            "or precision). Its recorded figures are of the other target.",
+            source, manifest.target, manifest.target_fingerprint[:8], target.name, target.fingerprint[:8],
+        )  # fmt: skip
+
+
+def blank_manifest(target: Speaker, kind: str) -> DraftManifest:
+    return DraftManifest(kind, target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint)
+
+
+def extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
+    done = {verb: step.model_dump(by_alias=True)}
+    parents = (manifest.digest,) if manifest.files else ()
+    manifest = replace(
+        manifest, steps=(*manifest.steps, done), parents=(*manifest.parents, *parents), measured={}, curve=()
+    )
+    if verb in ("law", "head"):
+        return manifest
+    # A law that was fitted to other weights says nothing of the new ones.
+    dropped = (
+        {"own_laws", "law_fits", "adapted"} if verb == "distill" else {"own_laws", "law_fits", "adapted", "shared"}
+    )
+    options = {name: value for name, value in manifest.options.items() if name not in dropped}
+    return replace(manifest, options=options, law=SamplingLaw())
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy what is in a draft's folder but its manifest."""
+    for file in source.iterdir():
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name)
+        elif file.name != MANIFEST:
+            shutil.copyfile(file, folder / file.name)
