@@ -8,13 +8,16 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: quickstart test check bench real servers docs clean
+.PHONY: quickstart test slow check bench real servers docs clean
 
 quickstart: $(VENV)/installed  ## distil, shrink, score and export drafts of a real model, in minutes
 	$(BIN)/foredraft run recipes/quickstart.yaml --out runs/quickstart
 
 test: $(VENV)/installed-test  ## the default test suite
 	$(BIN)/python -m pytest
+
+slow: $(VENV)/installed-test  ## tests that kill whole runs again and again
+	$(BIN)/python -m pytest -m slow
 
 real: $(VENV)/installed-test  ## tests on real checkpoints
 	$(BIN)/python -m pytest -m real_model

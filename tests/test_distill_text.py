@@ -324,6 +324,7 @@ print(times["text"], times["train"])
 """
 
 
+@pytest.mark.slow
 def test_text_and_rollouts_killed_again_and_again_end_with_the_same_bytes(tmp_path: Path) -> None:
     trace = written_trace(tmp_path / "trace", tiny_model(), 16, SamplingLaw())
     step = DistillStep(

@@ -209,6 +209,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 def test_a_training_killed_again_and_again_ends_with_the_same_bytes(traces: list[Trace], tmp_path: Path) -> None:
     command = [sys.executable, "-c", _KILLER, str(tmp_path), str(traces[1].path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

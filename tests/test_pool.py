@@ -131,6 +131,7 @@ def test_a_second_run_makes_nothing(recipe: Path, finished: tuple[Path, dict]) -
 REWRITTEN = ("report.json", "report.html")
 
 
+@pytest.mark.slow
 def test_an_edit_remakes_only_what_depends_on_it(recipe: Path, finished: tuple[Path, dict], tmp_path: Path) -> None:
     out, _ = finished
     before = _state(out)
@@ -141,6 +142,7 @@ def test_an_edit_remakes_only_what_depends_on_it(recipe: Path, finished: tuple[P
     assert made == {("drafts", "pruned")}
 
 
+@pytest.mark.slow
 def test_killed_anywhere_and_run_again_equals_uninterrupted(
     recipe: Path, finished: tuple[Path, dict], tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ def test_killed_anywhere_and_run_again_equals_uninterrupted(
         assert file.read_bytes() == (whole / file.relative_to(out)).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_the_readme_s_lines_run(finished: tuple[Path, dict], tiny_target_folder: Path, tmp_path: Path) -> None:
     out, report = finished
     trace = next((out / "traces").glob("eval-T0-*"))

@@ -28,7 +28,7 @@ evaluate: {num_draft_tokens: 1..4}
 
 def test_every_shipped_recipe_loads() -> None:
     recipes = sorted(Path(str(files("foredraft").joinpath("recipes"))).rglob("*.yaml"))
-    assert [recipe.name for recipe in recipes] == ["default.yaml", "quickstart.yaml"]
+    assert [recipe.stem for recipe in recipes] == ["chat", "code", "default", "long", "many-gpus", "quickstart"]
     for recipe in recipes:
         assert load_recipe(recipe).candidates
         assert recipe.read_text(encoding="utf-8").startswith("# ")

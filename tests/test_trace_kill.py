@@ -60,6 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return collect_all(tmp_path_factory.mktemp("whole") / "trace")
 
 
+@pytest.mark.slow
 def test_killed_in_any_file_operation_and_resumed(tmp_path: Path, collector: Collector, whole: Trace) -> None:
     reference, expected = list(whole.rows()), folder(whole.path)
     for die_at in range(1000):

@@ -15,6 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 def manifest_for(source: Path, target: Speaker) -> DraftManifest:
+    """Return the manifest of a draft, or a blank one for a plain transformers folder.
+
+    Raises:
+        ModelError: it is neither.
+        VocabMismatchError: it was made for another vocabulary or tokenizer than the target's.
+    """
     if not (source / MANIFEST).is_file():
         if not (source / "config.json").is_file():
             raise ModelError(f"{source} is no draft: it has neither {MANIFEST} nor config.json.")
@@ -31,6 +37,7 @@ def manifest_for(source: Path, target: Speaker) -> DraftManifest:
 
 
 def refuse_missing_files(source: Path, manifest: DraftManifest) -> None:
+    """Raise a CheckpointError unless every file that the manifest names is there."""
     for name in manifest.files:
         if not (source / name).is_file():
             raise CheckpointError(
@@ -40,6 +47,7 @@ def refuse_missing_files(source: Path, manifest: DraftManifest) -> None:
 
 
 def warn_of_changed_target(source: Path, manifest: DraftManifest, target: Speaker) -> None:
+    """Say so where the draft was made for other weights under the same vocabulary."""
     if manifest.target_fingerprint != target.fingerprint:
         _log.warning(
             "The target behind %s has changed: it was made for %s with %s, this is %s with %s (other weights, settings "
@@ -49,10 +57,12 @@ def warn_of_changed_target(source: Path, manifest: DraftManifest, target: Speake
 
 
 def blank_manifest(target: Speaker, kind: str) -> DraftManifest:
+    """Return the manifest of a draft for which nothing was done yet."""
     return DraftManifest(kind, target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint)
 
 
 def extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:
+    """Return the manifest after one more step; what was measured or fitted before it is dropped."""
     done = {verb: step.model_dump(by_alias=True)}
     parents = (manifest.digest,) if manifest.files else ()
     manifest = replace(

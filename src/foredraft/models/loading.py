@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -126,6 +127,15 @@ def without_bars() -> Iterator[None]:
     finally:
         if shown:
             hf_logging.enable_progress_bar()
+
+
+def model_device() -> torch.device:
+    """Return where models run: FOREDRAFT_DEVICE, such as cpu or cuda:1; else this process's GPU, or the CPU."""
+    if name := os.environ.get("FOREDRAFT_DEVICE", ""):
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -269,7 +279,7 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     if gaps:
         raise ModelError(f"{path} lacks weights that its configuration asks for, {len(gaps)} in all: {gaps[0]}.")
     speed_up_few_rows(model)
-    return model.eval()
+    return model.to(model_device()).eval()
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
