@@ -13,8 +13,8 @@ from torch import nn
 
 from foredraft.core.errors import CheckpointError, MissingExtraError, NonFiniteError, UnknownNameError, UserError
 from foredraft.core.law import SamplingLaw
+from foredraft.distill import loop
 from foredraft.distill import optimizer as optimizers
-from foredraft.distill import train
 from foredraft.distill.divergence import DivergenceWatch
 from foredraft.distill.init import init_from_target
 from foredraft.distill.optimizer import Updater, clip_gradients
@@ -158,7 +158,7 @@ def test_a_loss_that_runs_away_is_taken_back_to_before_it_did(
         figures = original(self, *arguments)
         return Figures(9.0, figures.acceptance) if 8 <= next(calls) < 11 else figures
 
-    monkeypatch.setattr(train, "_POSITIONS_BETWEEN_POINTS", 400)
+    monkeypatch.setattr(loop, "_POSITIONS_BETWEEN_POINTS", 400)
     monkeypatch.setattr(Student, "backward", backward)
     with caplog.at_level(logging.WARNING):
         result = _trained(traces, tmp_path / "work", divergence_steps=3)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from foredraft.core.errors import UserError
 from foredraft.core.processes import Processes, join_processes
-from foredraft.distill import train
+from foredraft.distill import loop
 from foredraft.distill.data import num_positions, read_groups
 from foredraft.distill.parallel import Spread
 from foredraft.distill.student import Student
@@ -105,7 +105,7 @@ def _train_half(recipe: Path, out: Path, made: Path, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return backward(self, *arguments)
 
-    monkeypatch.setattr(train, "_POSITIONS_BETWEEN_POINTS", 300)
+    monkeypatch.setattr(loop, "_POSITIONS_BETWEEN_POINTS", 300)
     monkeypatch.setattr(Student, "backward", dies)
     traces = [open_trace(next((out / "traces").glob("train-*")))]
     draft = load_draft(next(made.parent.glob("init-*")), "float32")

@@ -281,7 +281,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
-from foredraft.distill import text, train as training
+from foredraft.distill import loop, text, train as training
 from foredraft.distill.init import init_from_target
 from foredraft.models.head import NO_IDS
 from foredraft.pool import evaluate_drafters, run_recipe
@@ -291,7 +291,7 @@ from foredraft.trace.store import open_trace
 from tests.distilling import tiny_target
 from tests.tiny import tiny_model
 
-training._POSITIONS_BETWEEN_POINTS, text._SHARD_WINDOWS = 500, 8
+loop._POSITIONS_BETWEEN_POINTS, text._SHARD_WINDOWS = 500, 8
 folder, step = Path(sys.argv[1]), DistillStep.model_validate_json(sys.argv[3])
 draft, target = init_from_target(tiny_model(), range(1), NO_IDS), tiny_target()
 

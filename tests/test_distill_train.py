@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from foredraft.core.errors import CheckpointError, ModelError, NonFiniteError, TraceError
 from foredraft.core.law import GREEDY, SamplingLaw
-from foredraft.distill import train
+from foredraft.distill import loop
 from foredraft.distill.data import event_law, read_groups, rows_of_tokens
 from foredraft.distill.init import init_from_target
 from foredraft.distill.losses import forward_kl
@@ -163,13 +163,13 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
-from foredraft.distill import train as training
+from foredraft.distill import loop, train as training
 from foredraft.steps import DistillStep
 from foredraft.trace.store import open_trace
 from tests.distilling import tiny_target
 from tests.test_distill_train import RESUMED, _first_layers
 
-training._POSITIONS_BETWEEN_POINTS = 1600
+loop._POSITIONS_BETWEEN_POINTS = 1600
 folder = Path(sys.argv[1])
 
 def train(work, out):
@@ -269,7 +269,7 @@ def test_weights_that_turn_nan_are_rolled_back_and_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(train, "_POSITIONS_BETWEEN_POINTS", 1600)
+    monkeypatch.setattr(loop, "_POSITIONS_BETWEEN_POINTS", 1600)
     monkeypatch.setattr(Student, "backward", _poisoned(13, _poison_weights))
     with caplog.at_level(logging.WARNING):
         result = _trained(traces, tmp_path / "work")
