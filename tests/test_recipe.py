@@ -113,3 +113,10 @@ def _literally(text: str) -> str:
     import re
 
     return re.escape(text)
+
+
+def test_every_recipe_of_the_benchmarks_loads() -> None:
+    recipes = sorted((Path(__file__).parents[1] / "benchmarks").rglob("*.yaml"))
+    assert len(recipes) >= 4
+    for recipe in recipes:
+        assert load_recipe(recipe).candidates

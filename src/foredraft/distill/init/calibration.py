@@ -39,12 +39,12 @@ Watcher = Callable[[Float[Tensor, "positions in"], Float[Tensor, "positions out"
 
 
 def calibration_batches(answers: Sequence[Answer]) -> list[Batch]:
-    """Return the answers in batches, in their order.
+    """Return the answers in batches, the shortest texts first, so that little is padded.
 
     Raises:
         UserError: there is no answer token.
     """
-    answers = [answer for answer in answers if answer.num_tokens]
+    answers = sorted((answer for answer in answers if answer.num_tokens), key=lambda answer: len(answer.token_ids))
     if not answers:
         raise UserError(
             "Widths and repairs are measured on answers of the target, and none was given: collect a trace."
