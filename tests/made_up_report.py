@@ -140,6 +140,7 @@ def _curve(candidate: tuple[Any, ...], generator: random.Random) -> list[dict[st
             "positions": positions, "seconds": positions / rate,
             "loss": 3.9 * (1 - end) + 2.6 / (1 + positions / 6000) + generator.uniform(-0.04, 0.04),
             "acceptance": end - (end - 0.07) / (1 + positions / 5000) + generator.uniform(-0.008, 0.008),
+            **({} if positions % 10_000 else {"mean_tokens_per_call": 1 + 2 * end * positions / (positions + 9000)}),
         }
         for positions in range(0, 60_001, 2_500)
     ]  # fmt: skip

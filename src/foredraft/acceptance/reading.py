@@ -154,6 +154,7 @@ class CurvePoint:
     seconds: float
     loss: float
     acceptance: float
+    mean_tokens_per_call: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +321,8 @@ def _choice(selection: Mapping[str, Any]) -> Choice:
 
 
 def _curve_point(point: Mapping[str, Any]) -> CurvePoint:
-    return CurvePoint(*(_float(point.get(name)) for name in ("positions", "seconds", "loss", "acceptance")))
+    names = ("positions", "seconds", "loss", "acceptance", "mean_tokens_per_call")
+    return CurvePoint(*(_float(point.get(name)) for name in names))
 
 
 def _paired(entry: Mapping[str, Any]) -> PairedDifference:

@@ -215,9 +215,11 @@ def _training(reading: Reading, colours: Colours) -> Element:
         return _section("training", "Training", "", _plainly("Nothing was trained for this report."))
     own = plots.colours_of(reading.curves, colours)
     about = "Losses compare only between drafters trained on the same loss."
+    points = [point for curve in reading.curves.values() for point in curve]
     panels = [
-        _panel(metric.capitalize(), partial(plots.training_plot, reading.curves, metric, own))
-        for metric in ("acceptance", "loss")
+        _panel(metric.capitalize().replace("_", " "), partial(plots.training_plot, reading.curves, metric, own))
+        for metric in plots.TRAINING_METRICS
+        if any(math.isfinite(getattr(point, metric)) for point in points)
     ]
     return _section("training", "Training", about, *_grid(panels), tables.training_ends(reading.curves, own))
 

@@ -118,12 +118,20 @@ def cost_plot(law: LawStandings, colours: Mapping[str, int], costliest: float, p
     return plot.svg
 
 
+# What is drawn of a training, and what its axis says.
+TRAINING_METRICS = {
+    "mean_tokens_per_call": "tokens per call on held-out training prompts",
+    "acceptance": "mean acceptance estimate",
+    "loss": "training loss",
+}
+
+
 def training_plot(
     curves: Mapping[str, Sequence[CurvePoint]], metric: str, colours: Mapping[str, int], paper: Paper
 ) -> Element:
-    """Return one metric of training, `acceptance` or `loss`, against the positions trained on."""
-    is_share = metric == "acceptance"
-    lines = [Line(name, colours[name], tuple(_measured(_samples(curve, is_share)))) for name, curve in curves.items()]
+    """Return one metric of TRAINING_METRICS against the positions trained on."""
+    label, is_share = TRAINING_METRICS[metric], metric == "acceptance"
+    lines = [Line(name, colours[name], tuple(_measured(_samples(curve, metric)))) for name, curve in curves.items()]
     points = [point for line in lines for point in line.points]
     furthest = max((x for x, _ in points), default=1.0)
     values = [figure.value for _, figure in points] or [0.0, 1.0]
@@ -134,8 +142,8 @@ def training_plot(
     text = percent if is_share else (lambda value: f"{value:g}")
     thousands = ticks(0, furthest, 4, lambda value: f"{value / 1000:g}")
     x = Axis("thousand positions trained on", thousands, 0, furthest)
-    y = Axis("mean acceptance estimate" if is_share else "training loss", ticks(low, high, 4, text), low, high)
-    plot = frame(x, y, paper.width, paper.height, paper.right, f"Training: {metric}")
+    y = Axis(label, ticks(low, high, 4, text), low, high)
+    plot = frame(x, y, paper.width, paper.height, paper.right, f"Training: {metric.replace('_', ' ')}")
     draw_lines(plot, lines, percent if is_share else number)
     return plot.svg
 
@@ -153,8 +161,8 @@ def _draw_break_even(plot: Frame, reach: float) -> None:
     )
 
 
-def _samples(curve: Sequence[CurvePoint], is_share: bool) -> Iterable[tuple[float, Figure]]:
-    return ((point.positions, Figure(point.acceptance if is_share else point.loss)) for point in curve)
+def _samples(curve: Sequence[CurvePoint], metric: str) -> Iterable[tuple[float, Figure]]:
+    return ((point.positions, Figure(getattr(point, metric))) for point in curve)
 
 
 def _measured(points: Iterable[tuple[Number, Figure]]) -> Iterable[tuple[float, Figure]]:
