@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from foredraft.core.errors import ModelError
 from foredraft.core.protocols import Answer
 from foredraft.distill.init.calibration import Batch, calibration_batches
 from foredraft.distill.init.heal import heal_linear
@@ -116,3 +117,11 @@ def test_a_healed_draft_reloads_in_stock_transformers_with_equal_logits(tmp_path
     draft.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(reloaded(TOKENS).logits, draft(TOKENS).logits, rtol=0.0, atol=0.0)
+
+
+def test_layers_whose_last_matrix_is_not_added_as_it_is_are_refused() -> None:
+    target = tiny_model()
+    draft = keep_layers(target, [0, 3])
+    layer_stack(draft)[1].post_feedforward_layernorm = torch.nn.Identity()  # as Gemma has it
+    with pytest.raises(ModelError, match="do not end in a matrix mlp.down_proj .* set heal: none"):
+        heal_linear(draft, target, [0, 3], batches(2))

@@ -30,10 +30,11 @@ def main() -> None:
 def _machine(report: dict[str, Any]) -> str:
     seconds = {stage["name"]: stage["seconds"] for stage in report["stages"]}
     collecting = sum(value for name, value in seconds.items() if name.startswith("collect train"))
-    scored = report["laws"][0]["drafters"][0]
+    scored, machine = report["laws"][0]["drafters"][0], report["machine"]
     return (
-        f"{report['machine']}; target {report['target']}; {scored['prompts']} held-out prompts; collecting "
-        f"the training answers took {collecting / 60:.1f} min.\n"
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, torch {machine['torch']}; "
+        f"{report['target']['name']} in {report['target']['dtype']}; {scored['prompts']} held-out prompts with 95 % "
+        f"intervals; collecting the training answers took {collecting / 60:.1f} min.\n"
     )
 
 

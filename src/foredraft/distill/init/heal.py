@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foredraft.core.errors import ModelError
 from foredraft.distill.init.calibration import Batch, watch
-from foredraft.distill.init.width import require_plain_decoder
 from foredraft.models.layers import layer_stack
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+_NORMS = {"input_layernorm", "post_attention_layernorm"}
 _CHECK_EVERY = 4  # One text in four chooses the ridge and measures the repair.
 
 
@@ -68,13 +69,23 @@ def heal_linear(
     Source: Shopkhoev et al. 2025, ReplaceMe (arXiv 2505.02819), which fits a square matrix behind
     `down_proj`; here `down_proj` itself is fitted, a larger family that needs no inverse.
     """
-    require_plain_decoder(draft)
+    _require_plain_ends(draft)
     depths = [*layers[1:], len(layer_stack(target))]
     cuts = [here for here, (layer, depth) in enumerate(zip(layers, depths, strict=True)) if depth != layer + 1]
     first = 0 if every_layer else min(cuts, default=len(layers))
     wanted = list(enumerate(depths))[first:]
     states = _target_states(target, sorted({depth for _, depth in wanted}), batches, channels)
     return [_heal_layer(draft, here, depth, states[depth], batches) for here, depth in wanted]
+
+
+def _require_plain_ends(model: PreTrainedModel) -> None:
+    for layer in layer_stack(model):
+        norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
+        if norms != _NORMS or not isinstance(getattr(layer.mlp, "down_proj", None), nn.Linear):
+            raise ModelError(
+                f"Layers of {type(model).__name__} do not end in a matrix mlp.down_proj whose product is added as it "
+                "is, as those of Llama and Qwen do: heal: linear cannot repair them, set heal: none."
+            )
 
 
 @dataclass(slots=True)
