@@ -316,6 +316,7 @@ def _after_few_steps(draft: Draft, shift: int) -> float:
     return student.backward(groups_of([_task(shift, 40, 200)]), weighted_loss({"forward_kl": 1.0}, 1.0)).loss
 
 
+@pytest.mark.slow
 def test_a_meta_learned_start_adapts_faster_than_plain_training_of_equally_many_steps() -> None:
     tasks, start = [_task(shift, 30, 0) for shift in (0, 1, 2, 3)], Draft(tiny_model(num_layers=1, seed=7))
     settings = MetaStep(outer_steps=15, inner_steps=5, inner_rate=1e-2, batch_tokens=28, outer_rate=1.0)

@@ -20,11 +20,11 @@ from foredraft.distill.init import init_from_target
 from foredraft.distill.optimizer import Updater, clip_gradients
 from foredraft.distill.student import Figures, Student
 from foredraft.distill.train import Distilled, distill
+from foredraft.lineage import blank_manifest
 from foredraft.models.draft import save_draft
 from foredraft.steps import DistillStep
 from foredraft.trace.store import Trace
 from foredraft.trainings import distill_draft
-from foredraft.verbs import _blank
 from tests.distilling import tiny_target, written_trace
 from tests.tiny import tiny_model
 
@@ -218,7 +218,7 @@ def test_trackers_that_are_not_there_are_named(traces: list[Trace], tmp_path: Pa
 def test_a_draft_folder_that_is_half_there_is_refused_with_a_remedy(traces: list[Trace], tmp_path: Path) -> None:
     target = tiny_target()
     folder = tmp_path / "draft"
-    save_draft(init_from_target(target.model, [0]), folder, _blank(target, "causal-lm"), target.tokenizer)
+    save_draft(init_from_target(target.model, [0]), folder, blank_manifest(target, "causal-lm"), target.tokenizer)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks model.safetensors: the draft is only half there. Delete the"):
         distill_draft(folder, target, traces, DistillStep(**SHORT), tmp_path / "out")

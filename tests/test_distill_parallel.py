@@ -66,6 +66,7 @@ def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LAUNCHERS))
 def test_two_processes_give_the_curve_and_the_draft_of_one(
     kind: str, recipe: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

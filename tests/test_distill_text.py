@@ -376,6 +376,7 @@ export: []
 """
 
 
+@pytest.mark.slow
 def test_candidates_of_a_recipe_share_what_the_target_said_of_text(tiny_target_folder: Path, tmp_path: Path) -> None:
     prompts = [{"prompt": f"Tell me of {word}."} for word in ("sea", "sun", "oak", "red", "owl", "ink", "fog")]
     corpus(tmp_path / "prompts.jsonl", prompts)

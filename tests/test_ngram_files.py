@@ -11,6 +11,7 @@ from foredraft.ngram.jit import COMPILED
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPILED, reason="numba is missing or switched off")
 def test_mutated_files_are_refused_or_answer_as_before(tmp_path: Path) -> None:
     script = ROOT / "tests" / "fuzz_ngram_files.py"

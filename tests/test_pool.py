@@ -118,6 +118,7 @@ def test_the_winner_has_a_reason_and_so_has_every_loser(finished: tuple[Path, di
     assert set(selection["reasons"]) >= losers
 
 
+@pytest.mark.slow
 def test_a_second_run_makes_nothing(recipe: Path, finished: tuple[Path, dict]) -> None:
     out, report = finished
     before = _state(out)

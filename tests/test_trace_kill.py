@@ -77,6 +77,7 @@ def test_killed_in_any_file_operation_and_resumed(tmp_path: Path, collector: Col
     assert die_at >= 6 * len(whole.info.shards)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_while_being_read(tmp_path: Path, collector: Collector, whole: Trace) -> None:
     reference, moments, out = list(whole.rows()), random.Random(0), tmp_path / "trace"
     kills = reads = 0
