@@ -42,6 +42,11 @@ class SamplingLaw:
         return self.temperature == 0.0
 
     @property
+    def stored(self) -> "SamplingLaw":
+        """The law whose probabilities are kept of text drawn from this one: itself, or the plain law if greedy."""
+        return SamplingLaw() if self.is_greedy else self
+
+    @property
     def is_plain(self) -> bool:
         """Whether the law is the softmax of the raw logits."""
         return self == SamplingLaw()

@@ -15,16 +15,13 @@ def gathered(recorder: Recorder, prompt_ids: Int[Tensor, " tokens"], domain: str
     The prompt's id is made of its tokens: a prompt that is served twice is one prompt, whatever it was called.
     """
     said, prompt_id = recorder.continuation(finish_reason), digest_of(prompt_ids.tolist())
-    row = TraceRow(
+    row = TraceRow.of(
+        said,
         id=prompt_id,
         prompt_id=prompt_id,
         domain=domain,
         prompt_ids=prompt_ids.cpu(),
         answer_ids=said.token_ids,
-        logprobs=said.logprobs.float(),
-        top_ids=said.top_ids.int(),
-        top_logprobs=said.top_logprobs.half(),
-        tail_mass=said.tail_mass.float(),
         finish_reason=finish_reason,
     )
     return Gathered(row, recorder.guess_ids())

@@ -55,7 +55,7 @@ class Recorder:
     def __init__(self, law: SamplingLaw, top: int) -> None:
         """Record an answer under `law`; `top` most probable tokens of each stored law, at most the vocabulary."""
         self._law = law
-        self._stored = SamplingLaw() if law.is_greedy else law
+        self._stored = law.stored
         self._top = top
         self._blocks: list[tuple[Tensor, ...]] = []
 

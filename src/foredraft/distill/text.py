@@ -88,8 +88,7 @@ def gather_texts(
         TraceError: what was kept has been changed.
     """
     documents = without_leaks(read_documents(settings), prompts, settings.leaks == "drop")
-    law = settings.law.law() if settings.law else law
-    law = SamplingLaw() if law.is_greedy else law
+    law = (settings.law.law() if settings.law else law).stored
     positions = min(positions, settings.tokens) if settings.tokens else positions
     info = _info(target, law, documents, settings)
     if settings.laws == "cached":
@@ -171,19 +170,14 @@ def _groups(rows: Iterable[TraceRow], law: SamplingLaw, is_live: bool) -> tuple[
 
 
 def _info(target: LocalTarget, law: SamplingLaw, documents: Sequence[Document], settings: TextSettings) -> TraceInfo:
-    return TraceInfo(
-        target=target.name,
-        target_fingerprint=target.fingerprint,
-        tokenizer_fingerprint=target.tokenizer_fingerprint,
-        vocab_size=target.vocab_size,
-        dtype=target.dtype,
-        law=law,
-        stored_law=law,
-        top=settings.top,
+    return TraceInfo.of(
+        target,
+        law,
+        settings.top,
+        _SHARD_WINDOWS,
         max_new_tokens=settings.max_tokens,
         seed=settings.seed,
         prompts_digest=documents_digest(documents),
-        batch_size=_SHARD_WINDOWS,
         provenance=TEXT,
     )
 

@@ -161,7 +161,7 @@ class LocalTarget:
         batch = Batch(self.model, prompts, max_new_tokens)
         uniforms = torch.stack([_uniforms(seed, max_new_tokens) for seed in seeds])
         record = _Record.empty(len(prompts), max_new_tokens, min(top, len(self.tokenizer)))
-        stored = SamplingLaw() if law.is_greedy else law
+        stored = law.stored
         stops = torch.tensor(self.stop_ids, dtype=torch.long, device=self.model.device)
         hidden = batch.read_prompts()
         for step in range(max_new_tokens):

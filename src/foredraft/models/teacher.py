@@ -67,7 +67,7 @@ def _read(
     logits: Float[Tensor, "positions vocab"], token_ids: Int[Tensor, " positions"], law: SamplingLaw, top: int
 ) -> tuple[Tensor, ...]:
     """Return the fields of a Reading, in order."""
-    stored = law_logprobs(logits, SamplingLaw() if law.is_greedy else law)
+    stored = law_logprobs(logits, law.stored)
     best = stored.topk(top, dim=-1)
     own = stored.gather(-1, token_ids[:, None]).squeeze(-1)
     scaled = logits if law.is_greedy else logits / law.temperature

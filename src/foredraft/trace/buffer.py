@@ -75,21 +75,7 @@ class Buffer(Protocol):
 
 def buffer_info(target: Speaker, law: SamplingLaw, top: int) -> TraceInfo:
     """Return what a buffer of a target's answers under `law` says of itself."""
-    return TraceInfo(
-        target=target.name,
-        target_fingerprint=target.fingerprint,
-        tokenizer_fingerprint=target.tokenizer_fingerprint,
-        vocab_size=target.vocab_size,
-        dtype=target.dtype,
-        law=law,
-        stored_law=SamplingLaw() if law.is_greedy else law,
-        top=top,
-        max_new_tokens=0,
-        seed=0,
-        prompts_digest="",
-        batch_size=_ROWS,
-        provenance=GATHERED,
-    )
+    return TraceInfo.of(target, law, top, _ROWS, provenance=GATHERED)
 
 
 @final

@@ -103,19 +103,14 @@ def _shards(prompts: Sequence[Prompt], lengths: Sequence[int], settings: TraceSe
 
 def info_of(target: Speaker, digest: str, settings: TraceSettings, law: SamplingLaw) -> TraceInfo:
     """Return what the manifest of a new trace says; `digest` is the identity of what was said to the target."""
-    return TraceInfo(
-        target=target.name,
-        target_fingerprint=target.fingerprint,
-        tokenizer_fingerprint=target.tokenizer_fingerprint,
-        vocab_size=target.vocab_size,
-        dtype=target.dtype,
-        law=law,
-        stored_law=SamplingLaw() if law.is_greedy else law,
-        top=settings.top,
+    return TraceInfo.of(
+        target,
+        law,
+        settings.top,
+        settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         seed=settings.seed,
         prompts_digest=digest,
-        batch_size=settings.batch_size,
     )
 
 
@@ -168,15 +163,12 @@ def _row(prompt: Prompt, turn: int, context: Int[Tensor, " tokens"], continuatio
             f"The target gave its own token {position} of the answer to prompt {prompt.id!r} a log-probability of "
             f"{float(continuation.logprobs[position])}."
         )
-    return TraceRow(
+    return TraceRow.of(
+        continuation,
         id=f"{prompt.id}#{turn + 1}",
         prompt_id=prompt.id,
         domain=prompt.domain,
         prompt_ids=context,
         answer_ids=continuation.token_ids,
-        logprobs=continuation.logprobs.float(),
-        top_ids=continuation.top_ids.int(),
-        top_logprobs=continuation.top_logprobs.half(),
-        tail_mass=continuation.tail_mass.float(),
         finish_reason=continuation.finish_reason,
     )

@@ -315,16 +315,13 @@ def _refuse_impossible(
 
 
 def _row(answer: LoggedAnswer, text: Answer, reading: Reading) -> TraceRow:
-    return TraceRow(
+    return TraceRow.of(
+        reading,
         id=f"{answer.id}#1",
         prompt_id=answer.prompt.id,
         domain=answer.prompt.domain,
         prompt_ids=text.token_ids[: text.start],
         answer_ids=text.token_ids[text.start :],
-        logprobs=reading.logprobs.float(),
-        top_ids=reading.top_ids.int(),
-        top_logprobs=reading.top_logprobs.half(),
-        tail_mass=reading.tail_mass.float(),
         finish_reason=answer.finish_reason or "length",
     )
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from foredraft.core.protocols import Answer
+from foredraft.core.protocols import Answer, Continuation, Reading
 
 _COLUMNS = pa.schema(
     [
@@ -57,6 +57,31 @@ class TraceRow:
     top_logprobs: Float[Tensor, "answer top"]
     tail_mass: Float[Tensor, " answer"]
     finish_reason: str
+
+    @staticmethod
+    def of(
+        said: Continuation | Reading,
+        *,
+        id: str,
+        prompt_id: str,
+        domain: str,
+        prompt_ids: Int[Tensor, " prompt"],
+        answer_ids: Int[Tensor, " answer"],
+        finish_reason: str,
+    ) -> "TraceRow":
+        """Return a row with what a target said of each answer token, in the types that are stored."""
+        return TraceRow(
+            id=id,
+            prompt_id=prompt_id,
+            domain=domain,
+            prompt_ids=prompt_ids,
+            answer_ids=answer_ids,
+            logprobs=said.logprobs.float(),
+            top_ids=said.top_ids.int(),
+            top_logprobs=said.top_logprobs.half(),
+            tail_mass=said.tail_mass.float(),
+            finish_reason=finish_reason,
+        )
 
     def answer(self) -> Answer:
         """Return prompt and answer as one sequence."""

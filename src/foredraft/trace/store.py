@@ -18,7 +18,7 @@ from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import OutputError, TraceError
 from foredraft.core.files import whole_file, write_json
 from foredraft.core.law import SamplingLaw
-from foredraft.core.protocols import Answer
+from foredraft.core.protocols import Answer, Speaker
 from foredraft.trace.rows import TraceRow, decode, decode_more, encode
 
 MANIFEST = "manifest.json"
@@ -73,6 +73,35 @@ class TraceInfo:
     complete: bool = False
     schema: int = SCHEMA
     provenance: str = DECODED
+
+    @staticmethod
+    def of(
+        speaker: Speaker,
+        law: SamplingLaw,
+        top: int,
+        batch_size: int,
+        *,
+        max_new_tokens: int = 0,
+        seed: int = 0,
+        prompts_digest: str = "",
+        provenance: str = DECODED,
+    ) -> "TraceInfo":
+        """Return what the manifest of a new trace of a speaker's text under `law` says."""
+        return TraceInfo(
+            target=speaker.name,
+            target_fingerprint=speaker.fingerprint,
+            tokenizer_fingerprint=speaker.tokenizer_fingerprint,
+            vocab_size=speaker.vocab_size,
+            dtype=speaker.dtype,
+            law=law,
+            stored_law=law.stored,
+            top=top,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            prompts_digest=prompts_digest,
+            batch_size=batch_size,
+            provenance=provenance,
+        )
 
     @property
     def num_rows(self) -> int:
