@@ -42,6 +42,11 @@ class SamplingLaw:
         return self.temperature == 0.0
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it gives tokens the probability 0 that the model does not."""
+        return self.is_greedy or self.top_k > 0 or self.top_p < 1.0
+
+    @property
     def stored(self) -> "SamplingLaw":
         """The law whose probabilities are kept of text drawn from this one: itself, or the plain law if greedy."""
         return SamplingLaw() if self.is_greedy else self

@@ -46,11 +46,7 @@ class Teacher:
         width = max(len(answer.token_ids) for answer in answers) - 1
         device = self.model.device
         token_ids = torch.stack([pad(one.token_ids[:-1], (0, width + 1 - len(one.token_ids))) for one in answers])
-        lengths = torch.tensor([len(answer.token_ids) - 1 for answer in answers])
-        mask = torch.arange(width) < lengths[:, None]
-        states = self.model.base_model(
-            input_ids=token_ids.to(device), attention_mask=mask.long().to(device), use_cache=False
-        ).last_hidden_state
+        states = self.model.base_model(input_ids=token_ids.to(device), use_cache=False).last_hidden_state
         return [row[answer.start - 1 : len(answer.token_ids) - 1] for row, answer in zip(states, answers, strict=True)]
 
     def _reading(
@@ -70,14 +66,7 @@ def _read(
     stored = law_logprobs(logits, law.stored)
     best = stored.topk(top, dim=-1)
     own = stored.gather(-1, token_ids[:, None]).squeeze(-1)
-    scaled = logits if law.is_greedy else logits / law.temperature
-    given = scaled.gather(-1, token_ids[:, None]).squeeze(-1)
-    # The least that the law leaves: the likeliest token of a greedy law, the least likely one kept by a cut.
-    kept = stored if not law.is_greedy else law_logprobs(logits, law)
-    least = scaled.masked_fill(kept == -torch.inf, torch.inf).min(-1).values
-    gap = (least - given).clamp(min=0.0)
-    # A token that rounding put just outside a cut has the probability that it would have just inside.
-    outside = given - torch.logsumexp(scaled.masked_fill(kept == -torch.inf, -torch.inf), -1)
+    outside, gap = _beyond_the_cut(logits, stored, token_ids, law) if law.is_cut else (own, _impossible(own))
     probs = stored.exp()
     finite = stored.masked_fill(stored == -torch.inf, 0.0)
     mean = (probs * finite).sum(-1)
@@ -85,6 +74,26 @@ def _read(
     emitted = torch.zeros_like(own) if law.is_greedy else torch.where(own == -torch.inf, outside, own)
     tail = (1.0 - best.values.exp().sum(-1)).clamp(0.0, 1.0)
     return emitted, best.indices, best.values, tail, gap, mean, spread.clamp(min=0.0)
+
+
+def _beyond_the_cut(
+    logits: Float[Tensor, "positions vocab"],
+    stored: Float[Tensor, "positions vocab"],
+    token_ids: Int[Tensor, " positions"],
+    law: SamplingLaw,
+) -> tuple[Float[Tensor, " positions"], Float[Tensor, " positions"]]:
+    """Return the log-probability of a token that rounding put just outside a cut, as if just inside, and its gap."""
+    scaled = logits if law.is_greedy else logits / law.temperature
+    given = scaled.gather(-1, token_ids[:, None]).squeeze(-1)
+    # The least that the law leaves: the likeliest token of a greedy law, the least likely one kept by a cut.
+    cut = (stored if not law.is_greedy else law_logprobs(logits, law)) == -torch.inf
+    least = scaled.masked_fill(cut, torch.inf).min(-1).values
+    return given - torch.logsumexp(scaled.masked_fill(cut, -torch.inf), -1), (least - given).clamp(min=0.0)
+
+
+def _impossible(own: Float[Tensor, " positions"]) -> Float[Tensor, " positions"]:
+    """Return the gap under a law that cuts nothing: 0, but for rows that are no tokens."""
+    return torch.zeros_like(own).masked_fill(own == -torch.inf, torch.inf)
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
