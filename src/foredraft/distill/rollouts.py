@@ -22,7 +22,7 @@ from foredraft.models.head import NO_IDS, Head
 from foredraft.models.kv_cache import KeyValueCache
 from foredraft.models.masks import attention_masks
 from foredraft.steps import RolloutSettings
-from foredraft.trace.rows import TraceRow
+from foredraft.trace.rows import TraceRow, unread
 
 
 @final
@@ -189,14 +189,12 @@ def _until_stop(written: Int[Tensor, "branches tokens"], stop_ids: Sequence[int]
 
 def _row(like: TraceRow, prompt_ids: Int[Tensor, " prompt"], answer_ids: Int[Tensor, " answer"]) -> TraceRow:
     """Return text of the draft behind a beginning of `like`, without a stored law."""
-    count = len(answer_ids)
-    return replace(
-        like,
+    return TraceRow.of(
+        unread(answer_ids),
+        id=like.id,
+        prompt_id=like.prompt_id,
+        domain=like.domain,
         prompt_ids=prompt_ids,
         answer_ids=answer_ids,
-        logprobs=torch.zeros(count),
-        top_ids=torch.empty(count, 0, dtype=torch.int32),
-        top_logprobs=torch.empty(count, 0, dtype=torch.float16),
-        tail_mass=torch.ones(count),
         finish_reason="length",
     )

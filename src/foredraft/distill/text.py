@@ -4,33 +4,30 @@ What the target says of a window is asked live, or kept on disk in the form of a
 candidates and epochs, as much of it as was ever asked for.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import CorpusError
-from foredraft.core.law import SamplingLaw, law_logprobs
+from foredraft.core.law import SamplingLaw
 from foredraft.core.progress import SILENT, Progress
+from foredraft.core.protocols import Reading
 from foredraft.distill.data import Example, Group
 from foredraft.distill.documents import Document, documents_digest, read_documents
 from foredraft.distill.leaks import without_leaks
-from foredraft.models.head import Head
 from foredraft.models.target import LocalTarget
 from foredraft.steps import TextSettings
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.rows import TraceRow
+from foredraft.trace.rows import TraceRow, unread
 from foredraft.trace.store import TEXT, Trace, TraceInfo, TraceWriter
 
 _SHARD_WINDOWS = 32
-_PASS_TOKENS = 2048
-_HEAD_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +46,16 @@ class Window:
     document: str
     token_ids: Int[Tensor, " tokens"]
 
-    def row(self) -> TraceRow:
-        """Return the window as a row that stores no law."""
-        count = len(self.token_ids) - 1
-        return TraceRow(
+    def row(self, said: Reading | None = None) -> TraceRow:
+        """Return the window as a row, with what a target said of it; without, it stores no law."""
+        answer_ids = self.token_ids[1:]
+        return TraceRow.of(
+            said or unread(answer_ids),
             id=self.id,
             prompt_id=self.document,
             domain=TEXT,
             prompt_ids=self.token_ids[:1],
-            answer_ids=self.token_ids[1:],
-            logprobs=torch.zeros(count),
-            top_ids=torch.empty(count, 0, dtype=torch.int32),
-            top_logprobs=torch.empty(count, 0, dtype=torch.float16),
-            tail_mass=torch.ones(count),
+            answer_ids=answer_ids,
             finish_reason="length",
         )
 
@@ -146,13 +140,12 @@ def keep_texts(
     writer = TraceWriter.open(path, info)
     if writer.info.num_tokens < positions and not writer.info.complete:
         windows = cut(documents, target.tokenizer, settings)
-        reader = _Reader.of(target, info.law, settings.top)
         done = float(writer.info.num_tokens)
         with progress.task(f"reading text {info.law}", max(float(positions), done), "positions", done) as task:
             for start in range(writer.info.num_rows, len(windows), _SHARD_WINDOWS):
-                rows = reader.read(windows[start : start + _SHARD_WINDOWS])
-                writer.append(rows)
-                task.advance(float(sum(len(row.answer_ids) for row in rows)))
+                part = windows[start : start + _SHARD_WINDOWS]
+                said = target.read([window.row().answer() for window in part], info.law, settings.top, task.advance)
+                writer.append([window.row(reading) for window, reading in zip(part, said, strict=True)])
                 if writer.info.num_tokens >= positions:
                     break
             if writer.info.num_rows == len(windows):
@@ -189,67 +182,3 @@ def _tokens(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
     token_ids = list(tokenizer(document.said, verbose=False)["input_ids"])
     begin = token_ids[:1] if tokenizer.bos_token_id is not None and token_ids[:1] == [tokenizer.bos_token_id] else []
     return token_ids[len(begin) :], begin
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """A target that is asked for its laws on windows of text."""
-
-    model: Any
-    head: Head
-    law: SamplingLaw
-    top: int
-
-    @staticmethod
-    def of(target: LocalTarget, law: SamplingLaw, top: int) -> "_Reader":
-        num_tokens = len(target.tokenizer)
-        return _Reader(target.model, Head(target.model, num_tokens=num_tokens), law, min(top, num_tokens))
-
-    @torch.no_grad()
-    def read(self, windows: Sequence[Window]) -> list[TraceRow]:
-        """Return the windows with the target's law at each scored token. Holds the logits of 128 positions."""
-        rows: dict[str, TraceRow] = {}
-        for part in _passes(windows):
-            # Padding lies behind the text, unseen by it.
-            token_ids = pad_sequence([window.token_ids[:-1] for window in part], batch_first=True)
-            states = self.model.base_model(input_ids=token_ids.to(self.model.device), use_cache=False).last_hidden_state
-            for window, hidden in zip(part, states, strict=True):
-                rows[window.id] = self._row(window.row(), hidden[: len(window.token_ids) - 1])
-        return [rows[window.id] for window in windows]
-
-    def _row(self, row: TraceRow, hidden: Float[Tensor, "positions hidden"]) -> TraceRow:
-        emitted = row.answer_ids.to(hidden.device).split(_HEAD_POSITIONS)
-        parts = [self._law(states, ids) for states, ids in zip(hidden.split(_HEAD_POSITIONS), emitted, strict=True)]
-        own, ids, logprobs = (torch.cat([part[field] for part in parts]).cpu() for field in range(3))
-        return replace(
-            row,
-            logprobs=own,
-            top_ids=ids.int(),
-            top_logprobs=logprobs.half(),
-            tail_mass=(1.0 - logprobs.exp().sum(-1)).clamp(0.0, 1.0),
-        )
-
-    def _law(
-        self, hidden: Float[Tensor, "positions hidden"], token_ids: Int[Tensor, " positions"]
-    ) -> tuple[Float[Tensor, " positions"], Int[Tensor, "positions top"], Float[Tensor, "positions top"]]:
-        logits = self.head.logits(hidden)
-        if self.law.top_k or self.law.top_p < 1.0:
-            logits, total = law_logprobs(logits, self.law), logits.new_zeros(len(logits), 1)
-        else:
-            logits = logits if self.law.temperature == 1.0 else logits / self.law.temperature
-            total = logits.logsumexp(-1, keepdim=True)
-        best = logits.topk(self.top, dim=-1)
-        own = logits.gather(-1, token_ids[:, None]) - total
-        return own.squeeze(-1), best.indices, best.values - total
-
-
-def _passes(windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Yield windows of similar length, about 2048 tokens with padding at a time."""
-    part: list[Window] = []
-    for window in sorted(windows, key=lambda window: len(window.token_ids)):
-        if part and (len(part) + 1) * len(window.token_ids) > _PASS_TOKENS:
-            yield part
-            part = []
-        part.append(window)
-    if part:
-        yield part

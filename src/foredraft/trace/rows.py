@@ -88,6 +88,13 @@ class TraceRow:
         return Answer(torch.cat((self.prompt_ids, self.answer_ids)), len(self.prompt_ids))
 
 
+def unread(token_ids: Int[Tensor, " tokens"]) -> Continuation:
+    """Return text of which no target has said anything yet: all mass is in the tail of a law without tops."""
+    count = len(token_ids)
+    nothing = torch.empty(count, 0)
+    return Continuation(token_ids, torch.zeros(count), nothing.long(), nothing, torch.ones(count), "length")
+
+
 def encode(rows: Sequence[TraceRow], **more: Sequence[Int[Tensor, " _"]]) -> bytes:
     """Return one Parquet file; the same rows give the same bytes.
 
