@@ -55,9 +55,8 @@ def _step(updater: Updater) -> None:
     updater.step(0.1)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_an_optimizer_goes_on_exactly_from_its_state(name: str) -> None:
-    whole = Updater(name, _weights(), 0.01)
+def test_an_optimizer_goes_on_exactly_from_its_state() -> None:
+    whole = Updater("adamw", _weights(), 0.01)
     for _ in range(3):
         _step(whole)
     state = whole.state()
@@ -65,7 +64,7 @@ def test_an_optimizer_goes_on_exactly_from_its_state(name: str) -> None:
     for _ in range(2):
         _step(whole)
     weights = _weights(1)
-    resumed = Updater(name, weights, 0.01)
+    resumed = Updater("adamw", weights, 0.01)
     for key, weight in weights.items():
         weight.data.copy_(stored[f"weight.{key}"])
     resumed.restore(stored | state | {f"best.{key}": value for key, value in weights.items()})
@@ -75,14 +74,12 @@ def test_an_optimizer_goes_on_exactly_from_its_state(name: str) -> None:
     assert set(resumed.state()) == set(whole.state())
 
 
-def test_every_optimizer_makes_weights_smaller_and_muon_turns_matrices_only() -> None:
-    for name in ("adamw", "muon"):
-        updater = Updater(name, _weights(), 0.0)
-        before = {key: float(weight.detach().norm()) for key, weight in updater.weights.items()}
-        for _ in range(3):
-            _step(updater)
-        assert all(float(weight.detach().norm()) < before[key] for key, weight in updater.weights.items())
-    assert {key.split(".")[0] for key in updater.state() if key.endswith(".matrix")} == {"momentum_buffer"}
+def test_steps_along_the_gradient_of_the_norm_make_weights_smaller() -> None:
+    updater = Updater("adamw", _weights(), 0.0)
+    before = {key: float(weight.detach().norm()) for key, weight in updater.weights.items()}
+    for _ in range(3):
+        _step(updater)
+    assert all(float(weight.detach().norm()) < before[key] for key, weight in updater.weights.items())
     assert {key.split(".")[0] for key in updater.state() if key.endswith(".norm")} == {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -96,7 +93,7 @@ def test_numbers_in_an_optimizers_state_stay_numbers(monkeypatch: pytest.MonkeyP
                 for weight in group["params"]:
                     self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
 
-    monkeypatch.setattr(optimizers, "_make", lambda name, weights, decay: [Counting(weights, lr=0.1)])
+    monkeypatch.setattr(optimizers, "_make", lambda name, weights, decay: Counting(weights, lr=0.1))
     updater = Updater("adamw-8bit", _weights(), 0.0)
     _step(updater)
     other = Updater("adamw-8bit", _weights(), 0.0)
@@ -120,7 +117,7 @@ def test_eight_bits_ask_for_a_gpu_and_for_their_package(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", made)
     updater = Updater("adamw-8bit", {"w": OnGpu(torch.ones(2, 2))}, 0.25)
-    (group,) = updater._optimizers[0].param_groups
+    (group,) = updater._optimizer.param_groups
     assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), 0.25)
 
 

@@ -226,7 +226,7 @@ class DistillStep(Settings):
     warmup: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the steps in which the rate rises.")
     weight_decay: float = Field(0.0, ge=0.0)
     clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
-    optimizer: Literal["adamw", "adamw-8bit", "muon"] = Field("adamw", description="adamw-8bit needs an NVIDIA GPU.")
+    optimizer: Literal["adamw", "adamw-8bit"] = Field("adamw", description="adamw-8bit needs an NVIDIA GPU.")
     train: Literal["body", "all"] = Field(
         "body", description="body leaves embeddings and head the target's; all trains them too, and needs a whole head."
     )

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from foredraft.core.errors import MissingExtraError, UserError
 from foredraft.distill.parallel import like, whole
 
-OptimizerName = Literal["adamw", "adamw-8bit", "muon"]
+OptimizerName = Literal["adamw", "adamw-8bit"]
 
 _BETAS = (0.9, 0.95)
 # State that is a number and no tensor is stored as one, under its key with this mark.
@@ -33,39 +33,33 @@ class Updater:
         """Make the optimizer `name`.
 
         adamw: Loshchilov and Hutter 2019 (arXiv 1711.05101). adamw-8bit: the same with both moments in 8 bits,
-        Dettmers et al. 2022 (arXiv 2110.02861). muon: orthogonalised momentum for matrices, its step scaled to the
-        size of AdamW's (Liu et al. 2025, arXiv 2502.16982), and adamw for the rest.
+        Dettmers et al. 2022 (arXiv 2110.02861).
 
         Raises:
             UserError: adamw-8bit without a GPU, or over sharded weights.
             MissingExtraError: adamw-8bit without bitsandbytes.
         """
         self.weights = weights
-        self._optimizers = _make(name, list(weights.values()), weight_decay)
+        self._optimizer = _make(name, list(weights.values()), weight_decay)
 
     def step(self, learning_rate: float) -> None:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of everything the next step depends on beside weights and gradients, by name."""
         return {
             f"{key if isinstance(value, Tensor) else key + _NUMBER}.{name}": _copied(value)
             for name, weight in self.weights.items()
-            for optimizer in self._optimizers
-            for key, value in optimizer.state.get(weight, {}).items()
+            for key, value in self._optimizer.state.get(weight, {}).items()
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go back to a state; `tensors` may hold other things under other names."""
-        for optimizer in self._optimizers:
-            mine = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-            for name, weight in self.weights.items():
-                if id(weight) in mine:
-                    state = {key: tensors[f"{key}.{name}"] for key in _keys(tensors, name)}
-                    optimizer.state[weight] = _restored(state, weight)
+        for name, weight in self.weights.items():
+            state = {key: tensors[f"{key}.{name}"] for key in _keys(tensors, name)}
+            self._optimizer.state[weight] = _restored(state, weight)
 
 
 def clip_gradients(weights: Iterable[Float[Tensor, "..."]], most: float) -> float:
@@ -81,15 +75,10 @@ def clip_gradients(weights: Iterable[Float[Tensor, "..."]], most: float) -> floa
     return norm
 
 
-def _make(name: OptimizerName, weights: list[Tensor], weight_decay: float) -> list[Optimizer]:
+def _make(name: OptimizerName, weights: list[Tensor], weight_decay: float) -> Optimizer:
     if name == "adamw-8bit":
-        return [_adamw_8bit(weights, weight_decay)]
-    if name == "muon":
-        matrices = [weight for weight in weights if weight.dim() == 2]
-        others = [weight for weight in weights if weight.dim() != 2]
-        muon = Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        return [muon, *_make("adamw", others, weight_decay)] if others else [muon]
-    return [AdamW(weights, betas=_BETAS, weight_decay=weight_decay, fused=True)]
+        return _adamw_8bit(weights, weight_decay)
+    return AdamW(weights, betas=_BETAS, weight_decay=weight_decay, fused=True)
 
 
 def _adamw_8bit(weights: list[Tensor], weight_decay: float) -> Optimizer:
