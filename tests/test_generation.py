@@ -65,10 +65,10 @@ def test_a_drawn_tree_draws_and_a_deterministic_one_does_not(target: LocalTarget
 @pytest.mark.parametrize(
     ("wrap", "error", "message"),
     [
-        ("+tree:nodes=3", UserError, "tree takes max_nodes, width, width_decay, min_relative, drawn, not nodes"),
+        ("+tree:nodes=3", UserError, "tree takes max_nodes, width, width_decay, min_relative, drawn, not 'nodes'"),
         ("+tree:max_nodes=0", UserError, "A tree needs a node"),
         ("+confident:threshold=2", UserError, "lie in"),
-        ("+tree:max_nodes=many", UserError, "max_nodes is a int, not 'many'"),
+        ("+tree:max_nodes=many", UserError, "max_nodes is a whole number, not 'many'"),
         ("+cascade", UserError, "needs middle"),
         ("+cascade:middle=prompt-lookup", CapabilityError, "no language model"),
         ("+treee", UnknownNameError, "Unknown drafter"),

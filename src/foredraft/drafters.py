@@ -13,6 +13,7 @@ from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST
 from foredraft.core.errors import UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
+from foredraft.core.options import read_options
 from foredraft.core.protocols import Drafter, Speaker
 from foredraft.lineage import manifest_for
 from foredraft.models.causal_lm import CausalLMDrafter
@@ -52,18 +53,10 @@ def read_wrapper(wrap: str) -> tuple[Callable[..., Drafter], dict[str, Any]]:
         UnknownNameError: no such way of drafting.
         UserError: it does not take such an option.
     """
-    name, _, written = wrap.partition(":")
+    name = wrap.partition(":")[0]
     factory = resolve("wrappers", name)
-    takes = dict(list(signature(factory).parameters.items())[2:])  # behind the drafter and what loads others
-    options: dict[str, Any] = {}
-    for option, value in _options(written, wrap).items():
-        if option not in takes:
-            raise UserError(f"{wrap}: {name} takes {', '.join(takes)}, not {option}.")
-        kind = type(takes[option].default)
-        if not (isinstance(value, kind) or (kind is float and isinstance(value, int))):
-            raise UserError(f"{wrap}: {option} is a {kind.__name__}, not {value!r}.")
-        options[option] = kind(value)
-    return factory, options
+    takes = list(signature(factory).parameters.values())[2:]  # behind the drafter and what loads others
+    return factory, read_options(wrap, {option.name: type(option.default) for option in takes})
 
 
 def _load_plain(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:

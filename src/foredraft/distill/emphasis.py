@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -18,10 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError, UserError
+from foredraft.core.options import read_options
 from foredraft.distill.losses import Laws, Loss, LossGradient, loss_values
 from foredraft.distill.packed import run_body
 from foredraft.distill.packing import Pack
 from foredraft.models.draft import Draft, load_draft
+from foredraft.models.head import kept_rows
 from foredraft.steps import DistillStep
 
 # What the tokens of one answer weigh, up to a factor, by the target's largest probability (empty where it is not known)
@@ -78,22 +80,14 @@ def read_position_weights(spec: str) -> PositionWeights:
     Raises:
         UserError: no such weights, or not such an option.
     """
-    name, _, written = spec.partition(":")
+    name = spec.partition(":")[0]
     if name not in _WEIGHTS:
         raise UserError(f"Unknown position_weights {name!r}. Known: {', '.join(filter(None, _WEIGHTS))}.")
-    takes = dict(list(signature(_WEIGHTS[name]).parameters.items())[2:])
-    options: dict[str, Any] = {}
-    for part in filter(None, written.split(",")):
-        option, _, value = part.partition("=")
-        if option not in takes:
-            raise UserError(f"{spec}: {name} takes {', '.join(takes) or 'no options'}, not {option!r}.")
-        kind = type(takes[option].default)
-        try:
-            options[option] = kind(value)
-        except ValueError as error:
-            raise UserError(f"{spec}: {option} is {_KINDS[kind]}, not {value!r}.") from error
+    takes = list(signature(_WEIGHTS[name]).parameters.values())[2:]
+    options = read_options(spec, {option.name: type(option.default) for option in takes})
+    for option, value in options.items():
         least, most = _RANGES[option]
-        if not least <= options[option] <= most:
+        if not least <= value <= most:
             raise UserError(f"{spec}: {option} must lie between {least:g} and {most:g}.")
     return partial(_WEIGHTS[name], **options) if options else _WEIGHTS[name]
 
@@ -121,7 +115,7 @@ class Reference:
                 "trained. Name one made with the same vocab, or leave reference out."
             )
         head = reference.model.get_output_embeddings().weight.detach()
-        return Reference(reference.model, head[draft.head_token_ids] if len(draft.head_token_ids) else head)
+        return Reference(reference.model, kept_rows(head, draft.head_token_ids))
 
     @torch.no_grad()
     def losses(self, pack: Pack, laws: Laws, loss: Loss) -> Float[Tensor, " positions"]:
@@ -219,5 +213,4 @@ def _calls_saved(accepted: Sequence[float], k: int) -> list[float]:
 
 
 _WEIGHTS: dict[str, PositionWeights] = {"": uniform, "decay": decay, "confidence": confidence, "reach": reach}
-_KINDS = {int: "a whole number", float: "a number"}
 _RANGES = {"rate": (0.0, 1.0), "power": (0.0, 100.0), "k": (1.0, 64.0)}

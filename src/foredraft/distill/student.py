@@ -17,14 +17,14 @@ from foredraft.distill.data import Group, num_positions, rows_of_tokens
 from foredraft.distill.emphasis import Emphasis
 from foredraft.distill.learned_head import learned_head_losses
 from foredraft.distill.live import LiveTarget, by_source, is_live
-from foredraft.distill.losses import Laws, Loss, loss_gradient, total_variation
+from foredraft.distill.losses import Laws, Loss, loss_gradient, loss_values, total_variation
 from foredraft.distill.matching import Matching
 from foredraft.distill.packed import packed_attention, run_body
 from foredraft.distill.packing import Pack, pack
 from foredraft.distill.parallel import Spread
 from foredraft.distill.seeing import NOTHING, look
 from foredraft.models.draft import Draft
-from foredraft.models.head import Head
+from foredraft.models.head import Head, kept_rows
 from foredraft.models.layers import layer_stack
 from foredraft.steps import DistillStep
 
@@ -62,7 +62,7 @@ class Student:
         head = model.get_output_embeddings().weight
         outside = {id(module.weight): module.weight for module in _embeddings(model)}
         self._outside = [weight for weight in outside.values() if weight.requires_grad]
-        self._head = head.detach()[head_token_ids] if len(head_token_ids) else head
+        self._head = kept_rows(head, head_token_ids)
         self._settings = settings
         self._spread = Spread(model, outside.values(), processes)
         self.model = model
@@ -190,9 +190,7 @@ class Student:
         laws = self._laws(groups, packed)
         with self.precision():
             hidden = run_body(self.model, packed).last_hidden_state[0, packed.read]
-        return loss_gradient(
-            hidden.float() / packed.temperatures[:, None], self._head, laws, total_variation
-        ).acceptance
+        return 1.0 - loss_values(hidden.float() / packed.temperatures[:, None], self._head, laws, total_variation)
 
     def _laws(self, groups: Sequence[Group], packed: Pack) -> Laws:
         """Return the laws of groups that are all stored or all asked for."""
@@ -254,8 +252,7 @@ def _embeddings(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
 
 def _refuse_other_heads(model: PreTrainedModel, draft: Draft) -> None:
-    head = model.get_output_embeddings().weight.detach()
-    head = head[draft.head_token_ids] if len(draft.head_token_ids) else head
+    head = kept_rows(model.get_output_embeddings().weight.detach(), draft.head_token_ids)
     probe = torch.linspace(-1.0, 1.0, head.shape[1], device=head.device)[None]
     if not torch.allclose(Head(model, draft.head_token_ids).logits(probe), probe @ head.T, rtol=1e-3, atol=1e-4):
         raise ModelError(

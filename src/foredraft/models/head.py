@@ -13,6 +13,13 @@ from foredraft.models.few_rows import few_rows_linear
 NO_IDS = torch.empty(0, dtype=torch.long)
 
 
+def kept_rows(
+    weight: Float[Tensor, "rows hidden"], token_ids: Int[Tensor, " kept"]
+) -> Float[Tensor, "computed hidden"]:
+    """Return the rows of a head that are computed: those of `token_ids`, all where it is empty."""
+    return weight[token_ids] if len(token_ids) else weight
+
+
 @final
 class Head:
     """The output embeddings of a model, read without running its body.

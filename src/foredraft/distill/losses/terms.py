@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from foredraft.catalog import resolve
-from foredraft.core.errors import UserError
+from foredraft.core.options import read_options
 from foredraft.distill.losses.law import EventLaw, Loss
 
 
@@ -64,18 +64,7 @@ def loss_name(spec: str) -> str:
 
 
 def _options(spec: str) -> dict[str, float]:
-    name, _, written = spec.partition(":")
-    takes = _parameters(name)
-    options = {}
-    for part in filter(None, written.split(",")):
-        option, _, value = part.partition("=")
-        if option not in takes:
-            raise UserError(f"{spec}: {name} takes {', '.join(takes) or 'no options'}, not {option!r}.")
-        try:
-            options[option] = float(value)
-        except ValueError as error:
-            raise UserError(f"{spec}: {option} is a number, not {value!r}.") from error
-    return options
+    return read_options(spec, dict.fromkeys(_parameters(loss_name(spec)), float))
 
 
 def _parameters(name: str) -> list[str]:
