@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import final
 
 import torch
@@ -106,6 +107,14 @@ def plan_steps(
             steps.append(step)
             step, filled = [], 0
     return steps
+
+
+def endless_steps(groups: Sequence[Group], batch_tokens: int, seed: int) -> Iterator[Sequence[Group]]:
+    """Yield the groups of step after step without end, each time through in another order."""
+    tokens = sum(map(num_positions, groups))
+    for own_seed in count(seed + 1):
+        for step in plan_steps(groups, tokens, batch_tokens, own_seed):
+            yield [groups[index] for index in step]
 
 
 @final

@@ -10,22 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
-
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.adapt.objective import Objective
 from foredraft.distill.adapt.text import Text, groups_of
-from foredraft.distill.data import Group, num_positions, plan_steps
+from foredraft.distill.data import Group, endless_steps, num_positions, plan_steps
 from foredraft.distill.losses import Loss
+from foredraft.distill.optimizer import Updater, clip_gradients
 from foredraft.distill.schedule import Schedule
 from foredraft.distill.student import Figures, Student
 from foredraft.models.draft import Draft
 from foredraft.steps import AdaptStep, DistillStep
 
 _log = logging.getLogger(__name__)
-
-_BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +76,11 @@ def adapt(
     Raises:
         ModelError: the draft has nothing to train.
     """
-    objective = Objective(
-        Schedule.of(_as_distill(settings)).loss(0.0), task_loss, settings.lambda_distill, settings.lambda_task
+    schedule = Schedule.of(
+        DistillStep(loss=settings.loss, learning_rate=settings.learning_rate, warmup=settings.warmup)
     )
-    loop = _Loop(Student.of(draft), objective, settings)
+    objective = Objective(schedule.loss(0.0), task_loss, settings.lambda_distill, settings.lambda_task)
+    loop = _Loop(Student.of(draft), objective, schedule, settings)
     curve = loop.run(_plan(groups_of(new), settings), _rehearsal(groups_of(old), settings), progress)
     return Adapted(Draft(loop.student.model.to(draft.model.dtype), draft.head_token_ids), tuple(curve))
 
@@ -91,13 +88,12 @@ def adapt(
 class _Loop:
     """The optimizer and the clock."""
 
-    def __init__(self, student: Student, objective: Objective, settings: AdaptStep) -> None:
+    def __init__(self, student: Student, objective: Objective, schedule: Schedule, settings: AdaptStep) -> None:
         self.student = student
         self._objective = objective
         self._settings = settings
-        self._schedule = Schedule.of(_as_distill(settings))
-        weights = student.weights.values()
-        self._optimizer = AdamW(weights, settings.learning_rate, _BETAS, weight_decay=0.0, fused=True)
+        self._schedule = schedule
+        self._updater = Updater("adamw", student.weights, weight_decay=0.0)
 
     def run(
         self, plan: Sequence[Sequence[Group]], rehearsal: Iterator[Sequence[Group]], progress: Progress
@@ -127,12 +123,10 @@ class _Loop:
         return curve
 
     def _update(self, figures: Figures, before: Figures, rate: float) -> bool:
-        norm = clip_grad_norm_(self.student.weights.values(), self._settings.clip)
-        if not all(map(math.isfinite, (figures.loss, before.loss, float(norm)))):
+        norm = clip_gradients(self.student.weights.values(), self._settings.clip)
+        if not all(map(math.isfinite, (figures.loss, before.loss, norm))):
             return False
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        self._updater.step(rate)
         return True
 
 
@@ -143,15 +137,5 @@ def _plan(groups: Sequence[Group], settings: AdaptStep) -> list[list[Group]]:
 
 
 def _rehearsal(groups: Sequence[Group], settings: AdaptStep) -> Iterator[Sequence[Group]]:
-    """Yield the old answers of each step without end; none at all where there are none."""
-    if not groups:
-        yield from repeat(())
-    tokens, seed = sum(map(num_positions, groups)), settings.seed
-    while True:
-        seed += 1
-        for step in plan_steps(groups, tokens, settings.task_tokens, seed):
-            yield [groups[index] for index in step]
-
-
-def _as_distill(settings: AdaptStep) -> DistillStep:
-    return DistillStep(loss=settings.loss, learning_rate=settings.learning_rate, warmup=settings.warmup)
+    """Return the old answers of each step without end; none at all where there are none."""
+    return endless_steps(groups, settings.task_tokens, settings.seed) if groups else repeat(())

@@ -1,19 +1,20 @@
 """Meta-learning, first order: weights from which a few steps adapt to a domain that was never seen."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from foredraft.core.errors import NonFiniteError, TraceError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.distill.adapt.text import Text, groups_of
-from foredraft.distill.data import Group, num_positions, plan_steps
+from foredraft.distill.data import Group, endless_steps, num_positions
 from foredraft.distill.losses import Loss, weighted_loss
+from foredraft.distill.optimizer import clip_gradients
 from foredraft.distill.student import Figures, Student
 from foredraft.models.draft import Draft
 from foredraft.steps import MetaStep
@@ -65,7 +66,10 @@ def meta_learn(draft: Draft, texts: Sequence[Text], settings: MetaStep, progress
     """
     domains = _domains(texts)
     student, loss = Student.of(draft), weighted_loss(settings.loss, 1.0)
-    batches = {name: _batches(groups, settings, number) for number, (name, groups) in enumerate(domains.items())}
+    batches = {
+        name: endless_steps(groups, settings.batch_tokens, settings.seed + 1009 * number)
+        for number, (name, groups) in enumerate(domains.items())
+    }
     curve: list[MetaPoint] = []
     started, positions = time.perf_counter(), 0
     with progress.task("meta-learning", float(settings.outer_steps), "domains") as task:
@@ -91,8 +95,8 @@ def _outer_step(
         origin = _weights(student) if step == settings.inner_steps else origin
         batch = next(batches)
         figures.append(student.backward(batch, loss))
-        norm = clip_grad_norm_(student.weights.values(), settings.clip)
-        if not bool(torch.isfinite(norm)):
+        norm = clip_gradients(student.weights.values(), settings.clip)
+        if not math.isfinite(norm):
             raise NonFiniteError("Meta-learning met a gradient that is not finite: lower inner_rate.")
         optimizer.step()
         seen += sum(map(num_positions, batch))
@@ -112,14 +116,6 @@ def _domains(texts: Sequence[Text]) -> dict[str, list[Group]]:
             f"{', '.join(domains) or 'none'}. Give prompts a domain each, of two at least."
         )
     return dict(sorted(domains.items()))
-
-
-def _batches(groups: Sequence[Group], settings: MetaStep, number: int) -> Iterator[Sequence[Group]]:
-    seed, tokens = settings.seed + 1009 * number, sum(map(num_positions, groups))
-    while True:
-        seed += 1
-        for step in plan_steps(groups, tokens, settings.batch_tokens, seed):
-            yield [groups[index] for index in step]
 
 
 def _visits(names: Sequence[str], seed: int) -> Iterator[str]:
