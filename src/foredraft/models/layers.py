@@ -9,6 +9,9 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError, RecipeError
 
+# The norms of a layer as Llama and Qwen build it: before attention, and before the feed-forward part.
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+
 _LISTS_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
@@ -19,6 +22,11 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
         ModelError: the architecture does not keep its layers in one list.
     """
     return model.get_submodule(_stack_name(model))
+
+
+def has_pre_norms_only(layer: nn.Module) -> bool:
+    """Return whether what a layer computes is added as it is: no norm stands behind it."""
+    return {name for name, _ in layer.named_children() if name.endswith("norm")} == set(PRE_NORMS)
 
 
 def keep_layers(

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
 from foredraft.distill.init.calibration import Batch, watch
-from foredraft.models.layers import layer_stack
+from foredraft.models.layers import has_pre_norms_only, layer_stack
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-_NORMS = {"input_layernorm", "post_attention_layernorm"}
 _CHECK_EVERY = 4  # One text in four chooses the ridge and measures the repair.
 
 
@@ -80,8 +79,7 @@ def heal_linear(
 
 def _require_plain_ends(model: PreTrainedModel) -> None:
     for layer in layer_stack(model):
-        norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
-        if norms != _NORMS or not isinstance(getattr(layer.mlp, "down_proj", None), nn.Linear):
+        if not has_pre_norms_only(layer) or not isinstance(getattr(layer.mlp, "down_proj", None), nn.Linear):
             raise ModelError(
                 f"Layers of {type(model).__name__} do not end in a matrix mlp.down_proj whose product is added as it "
                 "is, as those of Llama and Qwen do: heal: linear cannot repair them, set heal: none."

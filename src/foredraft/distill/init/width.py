@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from foredraft.core.errors import ModelError
 from foredraft.distill.init.calibration import Batch, watch
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
-from foredraft.models.layers import layer_stack
+from foredraft.models.layers import PRE_NORMS, has_pre_norms_only, layer_stack
 
 _LINEARS = (
     "self_attn.q_proj",
@@ -24,7 +24,6 @@ _LINEARS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,8 @@ def require_plain_decoder(model: PreTrainedModel) -> None:
     """
     for layer in layer_stack(model):
         matrices = {name for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
-        norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
-        if matrices != set(_LINEARS) or norms != set(_NORMS) or not isinstance(_final_norm(model), nn.Module):
+        plain = matrices == set(_LINEARS) and has_pre_norms_only(layer)
+        if not plain or not isinstance(_final_norm(model), nn.Module):
             raise ModelError(
                 f"{type(model).__name__} is not built as Llama and Qwen2 are; only such models can change their widths."
             )
@@ -199,7 +198,7 @@ def _parameter(value: Tensor) -> nn.Parameter:
 
 
 def _all_norms(model: PreTrainedModel) -> list[nn.Module]:
-    return [getattr(layer, name) for layer in layer_stack(model) for name in _NORMS] + [_final_norm(model)]
+    return [getattr(layer, name) for layer in layer_stack(model) for name in PRE_NORMS] + [_final_norm(model)]
 
 
 def _final_norm(model: PreTrainedModel) -> nn.Module | None:
