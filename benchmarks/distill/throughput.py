@@ -69,7 +69,7 @@ def _train_here(options: argparse.Namespace) -> tuple[int, float, int]:
             "tokens": batch * options.steps,
             "batch_tokens": batch,
             "checkpoint_every": 1e9,
-            "validation": {"answers": 0},
+            "validation": {"prompts": 0},
         }
     )
     loaded = _reset_peak()

@@ -27,6 +27,8 @@ def refuse_leaked_answers(traces: Iterable[Trace], prompts: Sequence[Prompt], to
     Raises:
         TraceError: names the trace and the prompt.
     """
+    if not prompts:
+        return
     names = {prompt.id for prompt in prompts}
     begins = {bytes(render(prompt, tokenizer).numpy()): prompt.id for prompt in prompts}
     lengths = {len(begin) for begin in begins}
