@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from foredraft.core.errors import ModelError, RecipeError
+from foredraft.core.errors import RecipeError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.distill.data import Group, event_law, read_groups, rows_of_tokens
 from foredraft.distill.init import init_from_target
@@ -167,18 +167,6 @@ def test_training_all_moves_embeddings_of_the_draft_and_not_of_the_target(traces
     assert torch.equal(target.get_input_embeddings().weight, before)
     assert not torch.equal(result.draft.model.get_input_embeddings().weight, before)
     assert result.curve[-1].loss < 0.9 * result.curve[0].loss
-
-
-def test_frozen_layers_keep_their_weights_and_leave_the_gradient_of_the_others_as_it_is(groups: list[Group]) -> None:
-    every, some = _gradient(groups), _gradient(groups, frozen_layers=1)
-    left = {name for name in every[1] if not name.startswith("model.layers.0.")}
-    assert every[0] == some[0]
-    assert set(some[1]) == left < set(every[1])
-    assert all(torch.equal(some[1][name], every[1][name]) for name in left)
-    with pytest.raises(ModelError, match="leave some of its layers unfrozen"):
-        Student.of(_draft(), DistillStep(frozen_layers=2))
-    with pytest.raises(RecipeError, match="frozen_layers: 0"):
-        Student.of(_draft(), DistillStep(frozen_layers=1, lora={"rank": 2}))
 
 
 def test_a_trimmed_head_does_not_learn_and_low_rank_updates_are_of_the_body() -> None:

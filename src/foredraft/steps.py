@@ -230,9 +230,6 @@ class DistillStep(Settings):
     train: Literal["body", "all"] = Field(
         "body", description="body leaves embeddings and head the target's; all trains them too, and needs a whole head."
     )
-    frozen_layers: int = Field(
-        0, ge=0, description="First layers that do not learn: those that the draft shares with the target may stay."
-    )
     lora: LoraSettings = LoraSettings()
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="What matrix products are computed in; weights, losses and steps stay float32."

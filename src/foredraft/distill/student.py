@@ -92,8 +92,6 @@ class Student:
             )
         if settings.train == "all" and settings.lora.rank:
             raise RecipeError("lora trains updates of the body's matrices only: train: body, or lora.rank: 0.")
-        if settings.frozen_layers and settings.lora.rank:
-            raise RecipeError("lora names the modules that learn (lora.modules), not layers: frozen_layers: 0.")
         model = _trainable(draft, settings)
         _refuse_other_heads(model, draft)
         if settings.lora.rank:
@@ -224,18 +222,13 @@ def _trainable(draft: Draft, settings: DistillStep) -> PreTrainedModel:
     memo = {id(weight): nn.Parameter(weight.detach().float(), requires_grad=False) for weight in fixed}
     frozen = {id(weight) for weight in memo.values()}
     model = copy.deepcopy(draft.model, memo).float()
-    still = [weight for layer in layer_stack(model)[: settings.frozen_layers] for weight in layer.parameters()]
-    frozen |= {id(weight.requires_grad_(False)) for weight in still}
     matrices = 0
     for weight in model.parameters():
         if id(weight) not in frozen:
             weight.requires_grad_()
             matrices += weight.dim() > 1
     if not matrices:
-        raise ModelError(
-            "The draft has no weight matrix that can be trained: distil it before it is quantized, and leave some of "
-            "its layers unfrozen."
-        )
+        raise ModelError("The draft has no weight matrix that can be trained: distil it before it is quantized.")
     return model
 
 
