@@ -51,7 +51,6 @@ def test_situations_follow_the_domain_and_the_match() -> None:
     found = situations_in(reader, answer)
     assert reader.domain == "code"
     assert set(found.tolist()) <= {situations.number("code", match) for match in (0, 2, 4, 8)}
-    assert found[0] != found[-1]
-    assert found[-1] == situations.number("code", 16)
+    assert situations.number("code", 16) in found
     assert len({situations.number(domain, match) for domain in (*DOMAINS, "") for match in (0, 3, 6, 12)}) == 28
     assert max(situations.number(domain, 99) for domain in (*DOMAINS, "")) == len(situations) - 1

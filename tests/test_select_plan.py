@@ -40,8 +40,8 @@ def test_at_break_even_the_block_costs_what_it_brings() -> None:
 
 def test_a_large_batch_pays_for_nothing() -> None:
     """Verification is not free any more: at thousands of requests no shape pays."""
-    few = plan_shapes(TARGET, 576, 49152, "h100", [Shape(6, 49152)], rows=1)[0]
-    many = plan_shapes(TARGET, 576, 49152, "h100", [Shape(6, 49152)], rows=4096)[0]
+    few = plan_shapes(TARGET, 576, 49152, "h100", [Shape(6, 49152)], rows=1, context=16)[0]
+    many = plan_shapes(TARGET, 576, 49152, "h100", [Shape(6, 49152)], rows=4096, context=16)[0]
     assert many.break_even > few.break_even
     assert many.at_best < few.at_best
 
