@@ -15,7 +15,7 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 VERBS = [
     "run", "collect", "init", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
-    "report", "generate", "check", "compare", "fit-law", "hardware", "counters",
+    "report", "generate", "check", "compare", "fit-law", "hardware", "counters", "plan",
 ]  # fmt: skip
 RECIPE = """
 target: {{model: {target}}}

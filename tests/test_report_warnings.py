@@ -13,9 +13,10 @@ from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_repo
 from foredraft.acceptance.replay import Counts
 from foredraft.acceptance.report import AcceptanceReport, PromptCounts
 from foredraft.acceptance.terminal import leaderboard_table
+from foredraft.choosing import choose_from
 from foredraft.core.law import SamplingLaw
 from foredraft.core.roofline import PassFacts
-from foredraft.scoring import choose_from, predicted_elsewhere
+from foredraft.scoring import predicted_elsewhere
 from foredraft.settings import EvaluateSettings, SelectSettings
 from tests.made_up_report import QUICKSTART, made_up_report
 

@@ -23,6 +23,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "tree": "foredraft.decoding.trees:tree",
         "confident": "foredraft.decoding.stopping:confident",
         "cascade": "foredraft.decoding.cascade:cascade",
+        "adaptive": "foredraft.select.wrapper:adaptive",
     },
     # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, manifest, out, progress)
     # -> DraftManifest.
@@ -52,6 +53,17 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "lk_hybrid": "foredraft.distill.losses:lk_hybrid",
         "neg_log_acceptance": "foredraft.distill.losses:neg_log_acceptance",
     },
+    # Which drafter, and how long, the next block gets: policy(**numbers) -> Policy.
+    "policies": {
+        "fixed": "foredraft.select.policies:Fixed",
+        "thresholds": "foredraft.select.policies:Thresholds",
+        "marginal": "foredraft.select.policies:Marginal",
+        "ucb": "foredraft.select.policies:Ucb",
+        "thompson": "foredraft.select.policies:Thompson",
+        "hedge": "foredraft.select.policies:Hedge",
+        "contextual": "foredraft.select.policies:Contextual",
+        "score": "foredraft.select.policies:Score",
+    },
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
     },
@@ -62,6 +74,7 @@ _SINGULAR = {
     "builders": "drafter kind",
     "loaders": "draft kind",
     "losses": "loss",
+    "policies": "policy",
     "exporters": "runtime to export for",
 }
 

@@ -14,16 +14,17 @@ from foredraft.checkpoint import MANIFEST
 from foredraft.core.errors import UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.options import read_options
-from foredraft.core.protocols import Drafter, Speaker
+from foredraft.core.protocols import Drafter, Speaker, TextReader
 from foredraft.lineage import manifest_for
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
 from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
+from foredraft.select.saved import load_selection
 
 
 def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) -> Drafter:
-    """Return the drafter that `spec` names: a folder, a hub id, or `kind:option=value,...`.
+    """Return the drafter that `spec` names: a folder, a hub id, `kind:option=value,...`, or a saved selection.
 
     Behind it may stand ways of drafting, each applied to what stands before it: `draft+tree:max_nodes=16,width=4`,
     `draft+confident:threshold=0.4`, `small+cascade:middle=draft`.
@@ -38,6 +39,8 @@ def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) ->
     for wrap in wraps:
         factory, options = read_wrapper(wrap)
         drafter = factory(drafter, partial(load_drafter, target=target, trust_remote_code=trust_remote_code), **options)
+    if isinstance(drafter, TextReader) and isinstance(target, LocalTarget):
+        return drafter.reading(partial(target.tokenizer.decode, skip_special_tokens=True))
     return drafter
 
 
@@ -66,6 +69,9 @@ def _load_plain(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
         return resolve("loaders", manifest_for(path, target).kind)(path, _draft_dtype(target))
     if kind in names("drafters"):
         return resolve("drafters", kind)(target.vocab_size, **_options(options, spec))
+    if path.suffix == ".json" and path.is_file():
+        load = partial(load_drafter, target=target, trust_remote_code=trust_remote_code)
+        return load_selection(path, target, load)
     if path.exists() or "/" in spec:
         return _foreign_draft(spec, target, trust_remote_code)
     message = unknown_name_message("drafter", spec, names("drafters"))

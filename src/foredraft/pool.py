@@ -14,6 +14,7 @@ from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.catalog import resolve
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
+from foredraft.choosing import choose_from
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
@@ -25,7 +26,7 @@ from foredraft.models.remote.target import connect
 from foredraft.models.remote.twin import ServedTwin
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.recipe import Recipe, parse_recipe
-from foredraft.scoring import Contender, choose_from, evaluate
+from foredraft.scoring import Contender, evaluate
 from foredraft.settings import EvaluateSettings, TraceSettings
 from foredraft.steps import Step
 from foredraft.trace.collect import collect

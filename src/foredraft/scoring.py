@@ -16,10 +16,9 @@ from foredraft.acceptance.batches import measure_batch
 from foredraft.acceptance.cost import Costs, measure_costs
 from foredraft.acceptance.criteria import measure_criteria, sampled_rows
 from foredraft.acceptance.evaluate import score
-from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report, noise_warnings
+from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_report
 from foredraft.acceptance.prediction import passes_json, with_hardware
 from foredraft.acceptance.report import AcceptanceReport
-from foredraft.acceptance.wording import Figure
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
@@ -29,8 +28,7 @@ from foredraft.core.protocols import EXACT, Drafter, LawGiver, Speaker, StatesVa
 from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
-from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
-from foredraft.settings import EvaluateSettings, SelectSettings
+from foredraft.settings import EvaluateSettings
 from foredraft.trace.store import TEXT, Trace, require_same
 from foredraft.workspace import Workspace
 
@@ -106,30 +104,6 @@ def read_report(path: Path) -> dict[str, Any]:
     if not isinstance(report, dict) or "laws" not in report:
         raise UserError(f"{path} is no report: it has no laws.")
     return report
-
-
-def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str, Any]:
-    """Return the selection of a report as plain values, for traffic with equally many tokens of each law."""
-    if any(entry["predicted_speedup"] is None for law in report["laws"] for entry in law["drafters"]):
-        raise UserError(
-            "The report has no costs, since the target was not there to be timed: score the drafters with --target, "
-            "or choose by mean_tokens_per_call and the times of your own server."
-        )
-    figures = over_laws([[_figures(entry) for entry in law["drafters"]] for law in report["laws"]])
-    selection = choose(figures, settings, report["target"]["bytes"])
-    speedup = selection.predicted_speedup
-    laws = " and ".join(law["label"] for law in report["laws"])
-    averaged = f" (Times of {laws} averaged.)" if len(report["laws"]) > 1 else ""
-    return {
-        "drafter": "" if selection.drafter == NO_SPECULATION else selection.drafter,
-        "k": selection.k,
-        "predicted_speedup": speedup.value,
-        "interval": [speedup.low, speedup.high] if speedup.has_interval else None,
-        "sentence": selection.sentence + averaged,
-        "reasons": dict(selection.reasons),
-        "warnings": noise_warnings(report.get("paired", ()), selection.drafter),
-        "exported": _exportable(figures, selection.drafter),
-    }
 
 
 def predicted_elsewhere(
@@ -339,26 +313,3 @@ def _audit_prompts(trace: Trace, settings: EvaluateSettings, max_context: int) -
     fitting = [prompt for prompt in prompts if len(prompt) + settings.audit_tokens <= max_context]
     chosen = torch.linspace(0, len(fitting) - 1, min(settings.audit_prompts, len(fitting))).round().int().tolist()
     return [fitting[index] for index in chosen]
-
-
-def _figures(entry: Mapping[str, Any]) -> CandidateFigures:
-    bounds = entry["interval"]["mean_tokens_per_call"]
-    return CandidateFigures(
-        entry["name"],
-        entry["kind"],
-        entry["bytes"],
-        {int(k): Figure(value, *bounds[k]) for k, value in entry["mean_tokens_per_call"].items()},
-        {int(k): value for k, value in entry["predicted_speedup"].items()},
-        entry["head_rows"],
-        entry["twin"],
-        entry["has_int8_body"],
-    )
-
-
-def _exportable(figures: Sequence[CandidateFigures], winner: str) -> dict[str, Any]:
-    """Name the draft that leaves for other runtimes: the winner, or the best one that is a model of full precision."""
-    drafts = [one for one in figures if one.kind == "causal-lm" and not one.has_int8_body]
-    if not drafts:
-        return {}
-    best = max(drafts, key=lambda one: (one.name == winner, one.best.value))
-    return {"drafter": best.name, "k": best.best_k}

@@ -132,5 +132,39 @@ class EvaluateSettings(Settings):
 class SelectSettings(Settings):
     """Choosing the winner."""
 
-    memory_fraction: float = Field(0.1, gt=0.0, description="Largest draft, as a share of the target's bytes.")
+    memory_fraction: float = Field(
+        0.1, gt=0.0, description="Largest draft, as a share of the target's bytes; both with their context."
+    )
     runtime: Literal["foredraft", "transformers"] = Field("foredraft", description="Where the draft will be served.")
+    context: int = Field(0, ge=0, description="Tokens of context whose keys and values count as memory of both.")
+    max_bytes: int = Field(0, ge=0, description="Largest draft in bytes, its context included; 0 sets no limit.")
+    full_vocabulary: bool = Field(False, description="Only drafts that can say every token of the target.")
+    batch_size: int = Field(1, ge=1, description="Requests decoded together; the report must have timed it.")
+    mix: dict[str, float] = Field({}, description="Share of the tokens by domain; empty: as in the report.")
+    portfolio: int = Field(1, ge=1, le=8, description="Most drafters of the best portfolio.")
+
+    @property
+    def most_bytes(self) -> float:
+        """The limit in bytes; inf where none is set."""
+        return float(self.max_bytes or "inf")
+
+
+class SimulateSettings(Settings):
+    """Running policies over recorded traffic."""
+
+    lengths: DraftLengths = Field([2, 4, 8], description="Draft lengths of each drafter.")
+    limit: int = Field(0, ge=0, description="Answers that are simulated; 0 takes all.")
+    cost_ratio: float = Field(
+        0.2,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Time of a draft step of a model that the report did not time / of a target step.",
+    )
+    target_seconds: float = Field(
+        0.03, gt=0.0, allow_inf_nan=False, description="Seconds of a target step of one token, without a report."
+    )
+    target_growth: float = Field(
+        0.05, ge=0.0, allow_inf_nan=False, description="What one more token adds to it, as a share, without a report."
+    )
+    deciding_seconds: float = Field(20e-6, ge=0.0, description="Seconds that a choice is charged a block.")
+    seed: int = 0

@@ -180,33 +180,6 @@ def counters(
 
 @app.command(
     epilog="""
-Example:
-
-    foredraft select runs/mine/report.json --memory-fraction 0.2
-"""
-)
-def select(
-    report: Annotated[Path, typer.Argument(help="report.json of a run or of evaluate-acceptance.")],
-    memory_fraction: Annotated[float, typer.Option(help="Largest draft, as a share of the target's bytes.")] = 0.1,
-    runtime: Annotated[
-        str, typer.Option(help="Where the draft will be served: foredraft or transformers.")
-    ] = "foredraft",
-    as_json: Json = False,
-) -> None:
-    """Choose the drafter and its draft length, and say why the others lost."""
-    from foredraft.recipe import validated
-    from foredraft.scoring import choose_from, read_report
-    from foredraft.settings import SelectSettings
-
-    settings = validated(SelectSettings, {"memory_fraction": memory_fraction, "runtime": runtime}, "select")
-    selection = choose_from(read_report(report), settings)
-    lines = [selection["sentence"], *(f"  {name}: {reason}" for name, reason in selection["reasons"].items())]
-    lines += selection["warnings"]
-    print_figures(selection, "\n".join(lines), as_json)
-
-
-@app.command(
-    epilog="""
 Examples:
 
     foredraft check my-model my-draft

@@ -115,6 +115,14 @@ class Observer(Protocol):
     def observe(self, outcome: BlockOutcome) -> None: ...
 
 
+@runtime_checkable
+class TextReader(Protocol):
+    """A drafter that does better where it can read what the tokens say."""
+
+    def reading(self, decode: Callable[[Sequence[int]], str]) -> "Drafter":
+        """Return the same drafter, given what makes text of tokens."""
+
+
 EXACT = "exact"
 TOKENS_EXACT = "tokens exact, draft steps not"
 
@@ -150,6 +158,14 @@ class DraftBatch(Protocol):
 
     def drop(self, number: int) -> None:
         """Forget a text for good."""
+
+
+@runtime_checkable
+class LearningBatch(DraftBatch, Protocol):
+    """A drafter at work on several texts that learns from each of them."""
+
+    def learner(self, number: int) -> object:
+        """Return who observes the blocks of one text, if it is an Observer."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError, NonFiniteError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.proposal import Proposal
-from foredraft.core.protocols import BatchDrafter, DraftBatch, Drafter
+from foredraft.core.protocols import BatchDrafter, DraftBatch, Drafter, LearningBatch
 from foredraft.decoding.length import FixedLength, LengthPolicy
 from foredraft.decoding.rules import Rule, verify_chain
 from foredraft.decoding.speculative import Decoded, Limits, Writing, observer, uniforms, verified_chain
@@ -124,7 +124,10 @@ class _OneByOne:
 
     def drop(self, number: int) -> None: ...
 
+    def learner(self, number: int) -> Drafter:
+        return self.drafters[number]
 
-def _learner(batch: DraftBatch, number: int, drafter: Drafter) -> Drafter:
-    """Return who learns what became of the blocks of one text."""
-    return batch.drafters[number] if isinstance(batch, _OneByOne) else drafter
+
+def _learner(batch: DraftBatch, number: int, drafter: Drafter) -> object:
+    """Return who learns what became of the blocks of one text, if anyone does."""
+    return batch.learner(number) if isinstance(batch, LearningBatch) else drafter

@@ -329,7 +329,7 @@ def _propose(
     return drafter.propose(context, k, generator) if k else Proposal.empty(drafter.vocab_size)
 
 
-def observer(length: LengthPolicy, drafter: Drafter) -> Callable[[BlockOutcome, BlockCount], None]:
+def observer(length: LengthPolicy, drafter: object) -> Callable[[BlockOutcome, BlockCount], None]:
     """Return what tells a length policy, and a drafter that learns, what became of a block."""
     return partial(_observe, length, drafter.observe if isinstance(drafter, Observer) else _ignore)
 

@@ -61,6 +61,7 @@ class Selection:
         predicted_speedup: With the interval by prompt.
         sentence: The choice in plain words; where no candidate fits, how far the nearest is from fitting.
         reasons: For each other candidate one sentence that says why it lost.
+        refused: Those that the settings rule out.
     """
 
     drafter: str
@@ -68,6 +69,7 @@ class Selection:
     predicted_speedup: Figure
     sentence: str
     reasons: Mapping[str, str]
+    refused: tuple[str, ...] = ()
 
 
 def choose(candidates: Sequence[CandidateFigures], settings: SelectSettings, target_bytes: int) -> Selection:
@@ -86,17 +88,18 @@ def choose(candidates: Sequence[CandidateFigures], settings: SelectSettings, tar
     _refuse_unusable(candidates)
     limit = settings.memory_fraction * target_bytes
     refusals = {one.name: _refusal(one, settings, limit) for one in candidates}
+    refused = tuple(name for name, refusal in refusals.items() if refusal)
     ranked = sorted(candidates, key=lambda one: (-one.best.value, one.num_bytes, one.name))
     fitting = [one for one in ranked if not refusals[one.name]]
     if not fitting:
-        return Selection(NO_SPECULATION, 0, _PLAIN, _nearest_miss(ranked, settings, target_bytes), refusals)
+        return Selection(NO_SPECULATION, 0, _PLAIN, _nearest_miss(ranked, settings, target_bytes), refusals, refused)
     winner = fitting[0]
     if winner.best.value <= 1.0:
         slower = {one.name: refusals[one.name] or _lost(one, winner) for one in ranked}
         sentence = f"Decode without speculation: the fastest candidate that fits, {winner.name}, {_slower(winner)}"
-        return Selection(NO_SPECULATION, 0, _PLAIN, sentence, slower)
+        return Selection(NO_SPECULATION, 0, _PLAIN, sentence, slower, refused)
     lost = {one.name: refusals[one.name] or _lost(one, winner) for one in ranked if one is not winner}
-    return Selection(winner.name, winner.best_k, winner.best, _won(winner, target_bytes), lost)
+    return Selection(winner.name, winner.best_k, winner.best, _won(winner, target_bytes), lost, refused)
 
 
 def over_laws(laws: Sequence[Sequence[CandidateFigures]]) -> list[CandidateFigures]:
@@ -160,18 +163,29 @@ def _refusal(one: CandidateFigures, settings: SelectSettings, limit: float) -> s
             )
         if one.has_int8_body:
             return "Its cost was measured on 8-bit weights; transformers widens them, and it is no faster there."
+    if settings.full_vocabulary and one.head_rows:
+        return f"It can say {one.head_rows} tokens only, and full_vocabulary asks for all of the target's."
+    if one.num_bytes > settings.most_bytes:
+        return f"It takes {size(float(one.num_bytes))}, and max_bytes allows {size(settings.most_bytes)}."
     if one.num_bytes > limit:
         return f"It takes {size(float(one.num_bytes))}, and the limit is {_limit(settings, limit)}."
     return ""
 
 
 def _nearest_miss(ranked: Sequence[CandidateFigures], settings: SelectSettings, target_bytes: int) -> str:
-    unlimited = settings.model_copy(update={"memory_fraction": math.inf})
+    unlimited = settings.model_copy(update={"memory_fraction": math.inf, "max_bytes": 0})
     servable = [one for one in ranked if not _refusal(one, unlimited, math.inf)]
     too_large = [one for one in servable if one.best.value > 1.0] or servable
     if not too_large:
         return f"Decode without speculation: none of the candidates can be served in {settings.runtime}."
     nearest = min(too_large, key=lambda one: one.num_bytes)
+    if nearest.num_bytes > settings.most_bytes:
+        over = size(nearest.num_bytes - settings.most_bytes)
+        return (
+            f"Decode without speculation: no candidate fits into max_bytes={settings.max_bytes}. The nearest is "
+            f"{nearest.name}, {over} too large: with max_bytes={nearest.num_bytes} it fits, predicted "
+            f"{times(nearest.best.value)} at {_length(nearest.best_k)}."
+        )
     limit = settings.memory_fraction * target_bytes
     needed = math.ceil(1000 * nearest.num_bytes / target_bytes) / 1000
     return (

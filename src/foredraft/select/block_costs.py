@@ -1,0 +1,95 @@
+"""What a block costs under each choice, in seconds that were measured before: no clock is read while choosing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from foredraft.acceptance.cost import Costs
+from foredraft.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCosts:
+    """Seconds of target and draft steps at one batch size.
+
+    Attributes:
+        target: Entry n - 1: one target step over n tokens of each request.
+        drafts: Entry (d, k): drafter d proposing k tokens; 0 for k = 0.
+        overhead: Of a block beyond drafting and verifying.
+        plain_overhead: Of a plain step beyond the target's.
+    """
+
+    target: Float64[np.ndarray, " widths"]
+    drafts: Float64[np.ndarray, "drafters lengths"]
+    overhead: float = 0.0
+    plain_overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.target > 0.0).all() or not np.isfinite(self.drafts).all() or (self.drafts < 0.0).any():
+            raise UserError("Costs must be measured seconds: positive target steps, draft steps of 0 or more.")
+
+    @property
+    def plain(self) -> float:
+        """Time of one step of plain decoding."""
+        return float(self.target[0]) + self.plain_overhead
+
+    @staticmethod
+    def of(costs: Costs, names: Sequence[str], longest: int) -> "BlockCosts":
+        """Return what was measured of some drafters; target steps wider than those timed go on along the last slope.
+
+        Raises:
+            UserError: a drafter was not timed.
+        """
+        if missing := [name for name in names if name not in costs.blocks]:
+            raise UserError(f"The costs do not hold {missing[0]}: it was not timed. Known: {', '.join(costs.blocks)}.")
+        steps = [step.median for step in costs.target]
+        drafts = [[0.0, *(costs.draft_seconds(name, k) for k in range(1, longest + 1))] for name in names]
+        target = _extended(steps, longest + 1)
+        return BlockCosts(target, np.array(drafts), costs.overhead.median, costs.plain_overhead.median)
+
+    @staticmethod
+    def of_report(law: Mapping[str, Any], names: Sequence[str], longest: int) -> "BlockCosts":
+        """Return the times that a report keeps of one of its laws.
+
+        Raises:
+            UserError: it keeps none, or none of a drafter.
+        """
+        if not law["target_seconds"]:
+            raise UserError("The report has no cost: score the drafters with --target, so that steps are timed.")
+        timed = {entry["name"]: entry["draft_seconds"] for entry in law["drafters"]}
+        if missing := [name for name in names if not timed.get(name)]:
+            raise UserError(f"The report has no cost of {missing[0]}. It timed: {', '.join(sorted(timed))}.")
+        steps = [law["target_seconds"][str(n)] for n in range(1, len(law["target_seconds"]) + 1)]
+        drafts = [_line(timed[name], longest) for name in names]
+        plain = law.get("plain_overhead_seconds") or 0.0
+        return BlockCosts(_extended(steps, longest + 1), np.array(drafts), law["overhead_seconds"] or 0.0, plain)
+
+    @staticmethod
+    def by_ratio(ratios: Sequence[float], longest: int, target_growth: float = 0.0) -> "BlockCosts":
+        """Return costs in units of a target step, from ratios alone.
+
+        Args:
+            ratios: Time of a draft step / of a target step, for each drafter.
+            target_growth: What one more token adds to a target step, as a share of it.
+        """
+        target = 1.0 + target_growth * np.arange(longest + 1.0)
+        return BlockCosts(target, np.array(ratios, float)[:, None] * np.arange(longest + 1.0))
+
+
+def _extended(steps: Sequence[float], widths: int) -> Float64[np.ndarray, " widths"]:
+    slope = max(0.0, (steps[-1] - steps[0]) / (len(steps) - 1)) if len(steps) > 1 else 0.0
+    more = [steps[-1] + slope * n for n in range(1, widths - len(steps) + 1)]
+    return np.array([*steps, *more][:widths])
+
+
+def _line(timed: Mapping[str, float], longest: int) -> list[float]:
+    """Return the time of 0 .. longest draft tokens, on the line through the lengths that were timed."""
+    known = sorted((int(k), seconds) for k, seconds in timed.items())
+    lengths, seconds = zip(*known, strict=True)
+    within = np.interp(np.arange(1, longest + 1), lengths, seconds)
+    per_token = seconds[-1] / lengths[-1]
+    beyond = np.maximum(np.arange(1, longest + 1) - lengths[-1], 0) * per_token
+    return [0.0, *(within + beyond).tolist()]

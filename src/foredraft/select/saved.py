@@ -1,0 +1,125 @@
+"""A selection on disk: drafters with their digests, lengths, policy and costs; an adaptive drafter is made of it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from foredraft.checkpoint import MANIFEST, verify_draft
+from foredraft.core.errors import CheckpointError, OutputError, UserError
+from foredraft.core.files import write_json
+from foredraft.core.protocols import Drafter, Speaker
+from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
+from foredraft.select.block_costs import BlockCosts
+from foredraft.select.policies import read_policy
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a selection rests on.
+
+    Attributes:
+        target, target_fingerprint: For whom it was made.
+        specs: Of the drafters, by name.
+        digests: Of those that are draft folders; empty for others.
+        lengths: Draft lengths.
+        policy: As `read_policy` takes it.
+        target_seconds, draft_seconds, overhead, plain_overhead: See BlockCosts.
+    """
+
+    target: str
+    target_fingerprint: str
+    specs: Mapping[str, str]
+    digests: Mapping[str, str]
+    lengths: Sequence[int]
+    policy: str
+    target_seconds: Sequence[float]
+    draft_seconds: Sequence[Sequence[float]]
+    overhead: float = 0.0
+    plain_overhead: float = 0.0
+
+    @staticmethod
+    def of(
+        speaker: Speaker, specs: Mapping[str, str], lengths: Sequence[int], policy: str, costs: BlockCosts
+    ) -> "Saved":
+        """Return what is saved; draft folders are read for their digests.
+
+        Raises:
+            CheckpointError: a draft was changed since it was written.
+        """
+        return Saved(
+            speaker.name,
+            speaker.fingerprint,
+            dict(specs),
+            {name: _digest(spec) for name, spec in specs.items()},
+            list(lengths),
+            policy,
+            costs.target.tolist(),
+            costs.drafts.tolist(),
+            costs.overhead,
+            costs.plain_overhead,
+        )
+
+
+def save_selection(path: Path, saved: Saved) -> None:
+    """Write a selection, whole or not at all.
+
+    Raises:
+        OutputError: the file is there already.
+    """
+    if path.exists():
+        raise OutputError(f"{path} exists already and is never overwritten: name another file.")
+    write_json(path, {"schema": _SCHEMA, **asdict(saved)})
+
+
+def load_selection(path: Path, target: Speaker, load: Callable[[str], Drafter]) -> AdaptiveDrafter:
+    """Return the adaptive drafter of a saved selection.
+
+    Args:
+        load: Loads a drafter by its spec.
+
+    Raises:
+        CheckpointError: the file is no selection, or a drafter of it moved or changed.
+        UserError: it was made for another target.
+    """
+    saved = _read(path)
+    if saved.target_fingerprint != target.fingerprint:
+        raise UserError(
+            f"{path} was chosen for {saved.target} ({saved.target_fingerprint}), the target is {target.name} "
+            f"({target.fingerprint}): its costs and drafters are another's. Run foredraft select --simulate again."
+        )
+    for name, spec in saved.specs.items():
+        if saved.digests[name] and not (Path(spec) / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{path}: the drafter {name} is not at {spec} any more: move it back, or choose again."
+            )
+        if (found := _digest(spec)) != saved.digests[name]:
+            raise CheckpointError(
+                f"{path}: the drafter {name} at {spec} is {found}, chosen was {saved.digests[name]}: it was made anew. "
+                "Choose again, since acceptance and costs may differ."
+            )
+    costs = BlockCosts(
+        np.array(saved.target_seconds), np.array(saved.draft_seconds), saved.overhead, saved.plain_overhead
+    )
+    drafters = {name: load(spec) for name, spec in saved.specs.items()}
+    return AdaptiveDrafter(Portfolio(drafters, tuple(saved.lengths), {1: costs}, read_policy(saved.policy)))
+
+
+def _digest(spec: str) -> str:
+    return verify_draft(Path(spec)).digest if (Path(spec) / MANIFEST).is_file() else ""
+
+
+def _read(path: Path) -> Saved:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("schema") != _SCHEMA:
+            raise CheckpointError(f"{path} is of another version: choose again with this one.")
+        return Saved(**data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is no selection ({error}): foredraft select --simulate --out writes one."
+        ) from error

@@ -1,0 +1,45 @@
+"""The adaptive drafter as a way of drafting: `draft+adaptive:others=prompt-lookup|suffix-automaton`."""
+
+from collections.abc import Callable
+
+from foredraft.core.errors import UserError
+from foredraft.core.protocols import Drafter
+from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
+from foredraft.select.block_costs import BlockCosts
+from foredraft.select.policies import read_policy
+
+_MODEL_FREE_RATIO = 0.002
+
+
+def adaptive(
+    drafter: Drafter,
+    load: Callable[[str], Drafter],
+    others: str = "",
+    policy: str = "hedge",
+    lengths: str = "2-4-8",
+    cost_ratio: float = 0.2,
+    target_growth: float = 0.05,
+    seed: int = 0,
+) -> AdaptiveDrafter:
+    """Return what `+adaptive:...` makes of a drafter: it, `others` (specs with | between), or none, for each block.
+
+    Args:
+        policy: Its name; `foredraft select --simulate` compares them.
+        lengths: Draft lengths with - between; --k must allow the longest.
+        cost_ratio: Time of a draft step of a model / of a target step.
+        target_growth: What one more token adds to a target step, as a share of it.
+
+    Raises:
+        UserError: lengths that are none, or costs that are negative.
+    """
+    specs = [spec for spec in others.split("|") if spec]
+    named = {drafter.kind: drafter} | {spec: load(spec) for spec in specs}
+    if len(named) <= len(specs):
+        raise UserError(f"+adaptive: {drafter.kind} stands twice: name each drafter once.")
+    try:
+        wanted = tuple(int(part) for part in lengths.split("-"))
+    except ValueError:
+        raise UserError(f"+adaptive: lengths are numbers with - between, such as 2-4-8, not {lengths!r}.") from None
+    ratios = [cost_ratio if one.num_parameters else _MODEL_FREE_RATIO for one in named.values()]
+    costs = BlockCosts.by_ratio(ratios, max(wanted, default=0), target_growth)
+    return AdaptiveDrafter(Portfolio(named, wanted, {1: costs}, read_policy(policy), seed=seed), drafter.law)

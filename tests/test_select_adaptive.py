@@ -1,0 +1,120 @@
+"""The adaptive drafter as a drafter: the contract, replay that equals decoding, what a batch shares, its errors."""
+
+import pytest
+import torch
+
+from foredraft.acceptance.replay import as_arrays, replay_counts
+from foredraft.catalog import names
+from foredraft.core.errors import UnknownNameError, UserError, VocabMismatchError
+from foredraft.core.law import GREEDY
+from foredraft.core.protocols import Answer, BlockOutcome, Drafter, Observer
+from foredraft.decoding.speculative import Limits, decode
+from foredraft.drafters import load_drafter
+from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
+from foredraft.select.block_costs import BlockCosts
+from foredraft.select.policies import read_policy
+from foredraft.trace.store import Absent
+from tests.contract_drafter import check_drafter
+from tests.toys import Lookup, MarkovDrafter, MarkovSession
+
+SPEAKER = Absent("tiny", "f", "float32", 272, "t")
+
+
+def portfolio(policy: str, table: torch.Tensor, lengths: tuple[int, ...] = (1, 3)) -> Portfolio:
+    drafters: dict[str, Drafter] = {
+        "lookup": Lookup(table.shape[1]),
+        "guess": MarkovDrafter(table, GREEDY, order=2),
+    }
+    return Portfolio(drafters, lengths, {1: BlockCosts.by_ratio([0.001, 0.002], max(lengths))}, read_policy(policy))
+
+
+def test_a_fixed_choice_holds_the_contract_of_drafters() -> None:
+    generator = torch.Generator().manual_seed(0)
+    phrase = torch.randint(0, 5, (6,), generator=generator)
+    answers = [Answer(phrase.repeat(2), 7), Answer(torch.randint(0, 5, (9,), generator=generator), 4)]
+    for arm in (0, 4):
+        table = torch.randn(25, 5, generator=generator)
+        check_drafter(AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table)), answers)
+
+
+@pytest.mark.parametrize("policy", names("policies"))
+def test_replay_takes_the_path_that_decoding_takes(policy: str) -> None:
+    """Target calls and accepted tokens of two texts, decoded one after the other, equal those of their replay."""
+    table = 2 * torch.randn(25, 5, generator=torch.Generator().manual_seed(1))
+    session, limits = MarkovSession(table, order=2), Limits(24)
+    near = table + 1.5 * table.roll(1, 0)
+    literal, replayed = (AdaptiveDrafter(portfolio(policy, near)) for _ in range(2))
+    for prompt in (torch.tensor([1, 2]), torch.tensor([4, 0])):
+        decoded = decode(session, literal, prompt, GREEDY, 3, limits, torch.Generator())
+        (emitted,) = replayed.replay([Answer(torch.cat([prompt, decoded.token_ids]), 2)], 3)
+        counts = replay_counts(*as_arrays(emitted), [3])
+        assert counts.calls[0] == decoded.target_calls
+        assert counts.accepted.sum() == decoded.accepted
+    assert replayed.controller.seconds == pytest.approx(literal.controller.seconds)
+    assert replayed.controller.tokens == literal.controller.tokens == 48
+
+
+def test_the_cap_of_a_block_is_kept() -> None:
+    table = torch.randn(25, 5, generator=torch.Generator().manual_seed(1))
+    drafter = AdaptiveDrafter(portfolio("fixed:arm=4", table))
+    for cap in (0, 1, 2, 3, 9):
+        assert len(drafter.propose(torch.tensor([1, 2, 1, 2]), cap, torch.Generator())) == min(cap, 3)
+
+
+def test_binding_forgets_and_texts_of_a_batch_teach_each_other() -> None:
+    table = torch.randn(25, 5, generator=torch.Generator().manual_seed(1))
+    session = MarkovSession(table, order=2)
+    drafter = AdaptiveDrafter(portfolio("marginal", table))
+    decode(session, drafter, torch.tensor([1, 2]), GREEDY, 3, Limits(40), torch.Generator())
+    assert drafter.controller.blocks > 0
+    assert drafter.bind(GREEDY).controller.blocks == 0
+    batch = drafter.open_batch(2)
+    assert all(isinstance(batch.learner(number), Observer) for number in range(2))
+    blocks = drafter.controller.blocks
+    for number in range(2):
+        context = torch.tensor([1, 2])
+        proposals = batch.propose({number: context}, {number: 3}, [torch.Generator()] * 2)
+        emitted = (*proposals[number].token_ids.tolist(), 0)
+        batch.learner(number).observe(BlockOutcome(proposals[number], emitted, len(proposals[number])))
+    assert drafter.controller.blocks == blocks + 2
+
+
+def test_it_is_a_way_of_drafting() -> None:
+    drafter = load_drafter("prompt-lookup+adaptive:others=suffix-automaton,policy=ucb,lengths=2-6", SPEAKER)
+    assert drafter.kind == "adaptive"
+    assert [drafter.portfolio.arms.label(arm) for arm in range(5)] == [
+        "no speculation", "prompt-lookup x2", "prompt-lookup x6", "suffix-automaton x2", "suffix-automaton x6",
+    ]  # fmt: skip
+    assert isinstance(load_drafter("prompt-lookup+adaptive:lengths=4", SPEAKER), AdaptiveDrafter)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("prompt-lookup+adaptive:policy=huc", "Unknown policy 'huc'"),
+        ("prompt-lookup+adaptive:others=prompt-lookup", "stands twice: name each drafter once"),
+        ("prompt-lookup+adaptive:lengths=a-b", "lengths are numbers with - between"),
+        ("prompt-lookup+adaptive:lengths=0", "draft lengths of 1 or more"),
+        ("prompt-lookup+adaptive:target_growth=-0.9", "positive target steps"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(spec: str, message: str) -> None:
+    with pytest.raises((UserError, UnknownNameError), match=message):
+        load_drafter(spec, SPEAKER)
+
+
+def test_policies_refuse_options_that_are_none() -> None:
+    for text, message in (
+        ("ucb:width=wide", "no option=number"),
+        ("ucb:height=1", "unexpected keyword"),
+        ("score:speed=-1", "Weights of a score lie in"),
+        ("score:speed=0", "one of them above 0"),
+        ("score:speed=1e99", "Weights of a score lie in"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_policy(text)
+
+
+def test_drafters_of_two_vocabularies_are_refused() -> None:
+    with pytest.raises(VocabMismatchError, match="speak 5 and 7 tokens"):
+        Portfolio({"a": Lookup(5), "b": Lookup(7)}, (1,), {1: BlockCosts.by_ratio([0.1, 0.1], 1)}, read_policy("ucb"))

@@ -1,0 +1,59 @@
+"""A saved selection is a drafter, and notices when what it rests on moved or changed."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foredraft.catalog import resolve
+from foredraft.checkpoint import DraftManifest
+from foredraft.core.errors import CheckpointError, OutputError, UserError
+from foredraft.core.progress import SILENT
+from foredraft.drafters import load_drafter
+from foredraft.select.block_costs import BlockCosts
+from foredraft.select.saved import Saved, save_selection
+from foredraft.steps import NgramStep
+from foredraft.trace.store import Absent
+
+SPEAKER = Absent("tiny", "f", "float32", 272, "t")
+
+
+def table(folder: Path, seed: int) -> Path:
+    """Build a small n-gram table from random text."""
+    text = np.random.default_rng(seed).integers(3, 100, 200).astype(np.int32)
+    manifest = DraftManifest("ngram", 272, "tiny", "f", "t")
+    resolve("builders", "ngram")([text], 272, NgramStep(kind="ngram"), manifest, folder, SILENT)
+    return folder
+
+
+def test_it_comes_back_as_it_was_and_notices_every_change(tmp_path: Path) -> None:
+    draft, path = table(tmp_path / "draft", 0), tmp_path / "selection.json"
+    costs = BlockCosts.by_ratio([0.1, 0.01], 4, 0.1)
+    save_selection(
+        path, Saved.of(SPEAKER, {"table": str(draft), "copy": "prompt-lookup"}, (2, 4), "ucb:width=1", costs)
+    )
+    found = load_drafter(str(path), SPEAKER)
+    assert found.kind == "adaptive"
+    assert list(found.portfolio.drafters) == ["table", "copy"]
+    assert found.portfolio.lengths == (2, 4)
+    assert found.portfolio.policy.width == 1.0
+    assert np.array_equal(found.portfolio.costs[1].drafts, costs.drafts)
+    with pytest.raises(OutputError, match="never overwritten"):
+        save_selection(path, Saved.of(SPEAKER, {"copy": "prompt-lookup"}, (2,), "ucb", costs))
+    with pytest.raises(UserError, match=r"was chosen for tiny \(f\), the target is tiny \(g\)"):
+        load_drafter(str(path), replace(SPEAKER, fingerprint="g"))
+    shutil.move(draft, tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="the drafter table is not at"):
+        load_drafter(str(path), SPEAKER)
+    table(draft, 1)
+    with pytest.raises(CheckpointError, match="it was made anew"):
+        load_drafter(str(path), SPEAKER)
+
+
+def test_what_is_no_selection_says_so(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"schema": 1}', '{"schema": 7}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"is no selection|another version"):
+            load_drafter(str(tmp_path / "bad.json"), SPEAKER)
