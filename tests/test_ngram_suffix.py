@@ -167,7 +167,8 @@ def test_a_tree_is_a_tree_inside_its_budget(drafters: dict[str, SuffixDrafter], 
     text = torch.from_numpy(texts(51, 6, (60,))[0].astype(np.int64))
     for k in (0, 1, 8):
         tree = drafters[name].propose_tree(text, 5, k)
-        assert len(tree) <= k and max(depths(tree), default=0) <= 5
+        assert len(tree) <= k
+        assert max(depths(tree), default=0) <= 5
         assert all(parent < node for node, parent in enumerate(tree.parents))
         branches = list(zip(tree.parents, tree.token_ids.tolist(), strict=True))
         assert len(set(branches)) == len(branches)

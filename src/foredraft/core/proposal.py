@@ -26,7 +26,7 @@ class Laws:
     @staticmethod
     @lru_cache(maxsize=256)
     def one_hot(k: int, vocab_size: int) -> "Laws":
-        """Return the laws of k certain tokens. The same object every time: a draft without a model takes microseconds."""
+        """Return the laws of k certain tokens, the same object every time: making it took longer than a lookup."""
         return Laws(torch.empty(0, vocab_size), torch.full((k,), ONE_HOT))
 
     @staticmethod

@@ -11,19 +11,20 @@ from jaxtyping import Bool, Float64, Int, Int64
 from torch import Tensor
 
 from foredraft.checkpoint import DraftManifest, read_manifest, write_draft
-from foredraft.core.errors import UserError
+from foredraft.core.errors import CheckpointError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.progress import Progress
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
 from foredraft.ngram.automaton import Automaton
+from foredraft.ngram.container import ANY_FILE
+from foredraft.ngram.corpus import Corpus, Meter, gathered
 from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
 from foredraft.ngram.votes import vote_chain, vote_tree
 from foredraft.steps import NgramStep
 
 KIND = "suffix"
 CONTEXT_KIND = "suffix-automaton"
-_SHARDS = "*.ngram"
 _LONGEST_COUNTED = 32
 
 
@@ -158,23 +159,41 @@ def build_suffix(
     out: Path,
     progress: Progress,
 ) -> DraftManifest:
-    """Index token sequences and write the index as a draft checkpoint; return its manifest.
+    """Index token sequences and write the index as a draft checkpoint; see build_weighted_suffix."""
+    corpus = Corpus("the corpus", 1.0, 0, iter(sequences))
+    return build_weighted_suffix([corpus], vocab_size, settings, manifest, out, progress)
 
-    Holds one shard in memory at a time, so that the corpus may be larger than that.
+
+def build_weighted_suffix(
+    corpora: Sequence[Corpus],
+    vocab_size: int,
+    settings: NgramStep,
+    manifest: DraftManifest,
+    out: Path,
+    progress: Progress,
+) -> DraftManifest:
+    """Index corpora, each with its weight, and write the shards as a draft checkpoint; return its manifest.
+
+    Holds one shard in memory at a time, so that the corpora may be larger than that.
 
     Raises:
-        CorpusError: the corpus is empty or speaks another vocabulary.
+        CorpusError: a corpus is empty or speaks another vocabulary.
         OutputError: `out` holds something else, or the disk is full.
     """
     manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY)
+    fingerprint = manifest.tokenizer_fingerprint
 
     def fill(folder: Path) -> None:
-        for number, shard in enumerate(_shards(sequences, settings.shard_tokens)):
-            size = float(sum(len(sequence) for sequence in shard))
-            path = folder / f"shard-{number:05d}.ngram"
-            with progress.task(f"building suffix shard {number}", size, "tokens") as task:
-                build_suffix_index(shard, vocab_size, manifest.tokenizer_fingerprint, settings.depth, path)
-                task.advance(size)
+        number = 0
+        for corpus in corpora:
+            for shard in _shards(corpus, settings.shard_tokens, progress):
+                size = sum(map(len, shard))
+                path = folder / f"shard-{number:05d}.ngram"
+                with progress.task(f"indexing shard {number} of {corpus.name}", float(size), "tokens") as task:
+                    meter = Meter(task)
+                    build_suffix_index(shard, vocab_size, fingerprint, settings.depth, path, corpus.weight)
+                    meter.advance(size)
+                number += 1
 
     return write_draft(out, manifest, fill)
 
@@ -188,8 +207,11 @@ def load_suffix(path: Path, dtype: str = "auto") -> SuffixDrafter:
         CheckpointError: a file is missing, truncated or damaged.
     """
     manifest = read_manifest(path)
-    shards = [open_suffix_index(file) for file in sorted(path.glob(_SHARDS))]
-    return pooled(shards, manifest.vocab_size, manifest.tokenizer_fingerprint)
+    shards = [open_suffix_index(file) for file in sorted(path.glob(ANY_FILE))]
+    if not shards:
+        raise CheckpointError(f"{path} holds no shard of a suffix index. Build it again.")
+    weights = [shard.weight for shard in shards]
+    return pooled(shards, manifest.vocab_size, manifest.tokenizer_fingerprint, weights)
 
 
 def pooled(
@@ -237,18 +259,16 @@ def _scales(voting: Voting, weights: Sequence[float]) -> Float64[np.ndarray, " r
     return np.array(scales, np.float64)
 
 
-def _shards(sequences: Iterable[np.ndarray], shard_tokens: int) -> Iterator[list[np.ndarray]]:
+def _shards(corpus: Corpus, shard_tokens: int, progress: Progress) -> Iterator[list[np.ndarray]]:
     """Yield lists of sequences of `shard_tokens` together, or one sequence more; the last may be shorter."""
-    shard: list[np.ndarray] = []
-    size, any_yet = 0, False
-    for sequence in sequences:
-        shard.append(sequence)
-        size += len(sequence)
-        if size >= shard_tokens:
-            yield shard
-            shard, size, any_yet = [], 0, True
-    if size or not any_yet:
+    left, any_yet = corpus.tokens, False
+    while True:
+        shard = gathered(corpus.sequences, shard_tokens, left, f"reading {corpus.name}", progress)
+        size = sum(map(len, shard))
+        if size == 0 and any_yet:
+            return
         yield shard
+        left, any_yet = max(left - size, 0), True
 
 
 def _voting(options: dict[str, float]) -> Voting:
@@ -256,4 +276,3 @@ def _voting(options: dict[str, float]) -> Voting:
     if unknown:
         raise UserError(f"Unknown option {min(unknown)!r} of {CONTEXT_KIND}. Known: {', '.join(Voting.__slots__)}.")
     return Voting(**options)  # type: ignore[arg-type]
-
