@@ -14,10 +14,11 @@ from foredraft.checkpoint import read_manifest
 from foredraft.core.errors import CapabilityError, CheckpointError, CorpusError, OutputError, UserError
 from foredraft.core.files import whole_folder
 from foredraft.core.protocols import Drafter
-from foredraft.corpora import build_drafter, sources, verify_built
+from foredraft.corpora import build_drafter, import_lookup, sources, verify_built
 from foredraft.drafters import load_drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.ngram import index
+from foredraft.ngram.exports import export_llamacpp_lookup, export_sglang_ngram
 from foredraft.ngram_step import NgramStep
 from foredraft.recipe import settings_from
 from foredraft.trace.store import Absent
@@ -142,3 +143,24 @@ def test_verifying_finds_what_was_changed(kind: str, target: LocalTarget, texts:
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged"):
         verify_built(tmp_path / "built")
+
+
+def test_a_lookup_cache_goes_out_and_comes_back(target: LocalTarget, texts: list[Path], tmp_path: Path) -> None:
+    build_drafter(target, [], step("ngram", *texts, order=2), tmp_path / "table")
+    export_llamacpp_lookup(tmp_path / "table", target, 4, tmp_path / "out")
+    import_lookup(target, tmp_path / "out" / "lookup-dynamic.bin", tmp_path / "back")
+    there, back = (load_drafter(str(tmp_path / name), target) for name in ("table", "back"))
+    ids = torch.tensor(target.tokenizer(COMMON, add_special_tokens=False)["input_ids"])
+    for end in range(1, len(ids)):
+        drafts = [drafter.propose(ids[:end], 3, torch.Generator()).token_ids.tolist() for drafter in (there, back)]
+        assert drafts[0] == drafts[1]
+    with pytest.raises(CapabilityError, match="is of kind ngram: SGLang's NGRAM takes text"):
+        export_sglang_ngram(tmp_path / "table", target, 4, tmp_path / "other")
+
+
+def test_sglang_gets_the_text_of_an_index(target: LocalTarget, texts: list[Path], tmp_path: Path) -> None:
+    build_drafter(target, [], step("suffix", *texts), tmp_path / "index")
+    export_sglang_ngram(tmp_path / "index", target, 4, tmp_path / "out")
+    lines = (tmp_path / "out" / "corpus.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [COMMON, COMMON, COMMON, RARE]
+    assert "--speculative-ngram-external-sam-budget 4" in (tmp_path / "out" / "run.txt").read_text()

@@ -76,7 +76,7 @@ def main() -> None:
             scored = {name: texts.scored}
             if name == "code":
                 scored["code edit"] = edits(options.edits, tokenizer)
-                result.parts |= _parts(index, texts.scored, vocab_size)
+                result.parts.update(_parts(index, texts.scored, vocab_size))
             for one, answers in scored.items():
                 result.scores[one] = {}
                 for drafter, guess in drafters.items():

@@ -57,6 +57,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     },
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
+        "llamacpp-lookup": "foredraft.ngram.exports:export_llamacpp_lookup",
+        "sglang-ngram": "foredraft.ngram.exports:export_sglang_ngram",
     },
 }
 _SINGULAR = {

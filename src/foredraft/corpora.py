@@ -16,8 +16,11 @@ from foredraft.distill.documents import Document, stream_documents
 from foredraft.lineage import blank_manifest, extended
 from foredraft.ngram.container import ANY_FILE, open_container
 from foredraft.ngram.corpus import Corpus, gathered
+from foredraft.ngram.llamacpp import import_lookup_cache
 from foredraft.ngram.suffix import KIND as SUFFIX
 from foredraft.ngram.suffix import build_weighted_suffix
+from foredraft.ngram.table import KIND as TABLE
+from foredraft.ngram.table import write_ngram_table
 from foredraft.ngram_step import CorpusSettings, NgramStep
 from foredraft.trace.store import Trace, require_same
 
@@ -53,17 +56,29 @@ def build_drafter(
     return build(sequences, target.vocab_size, step, manifest, out, progress)
 
 
+def import_lookup(target: Speaker, cache: Path, out: Path) -> DraftManifest:
+    """Write the counts of llama.cpp's lookup cache as an n-gram table of the target.
+
+    Raises:
+        CorpusError: the file is empty, cut short, or holds ids outside the vocabulary or counts below one.
+    """
+    counts = import_lookup_cache(cache, target.vocab_size)
+    step = NgramStep(kind=TABLE, order=counts.order)
+    manifest = extended(blank_manifest(target, TABLE), "ngram", step)
+    return write_ngram_table(counts, target.vocab_size, manifest, out)
+
+
 def sources(with_traces: bool, texts: Sequence[str], datasets: Sequence[str]) -> list[str]:
     """Return what --text and --dataset stand for in a recipe; `name::0.5` sets the weight."""
     given = [("files", name) for name in texts] + [("dataset", name) for name in datasets]
     if not given:
         return []
-    written = []
+    written: list[dict[str, Any]] = []
     for key, source in given:
         name, _, weight = source.partition("::")
-        written.append(
-            {key: [name] if key == "files" else name} | ({"weight": _number(weight, source)} if weight else {})
-        )
+        written.append({key: [name] if key == "files" else name})
+        if weight:
+            written[-1]["weight"] = _number(weight, source)
     return [f"corpus={'trace+texts' if with_traces else 'texts'}", f"texts={json.dumps(written)}"]
 
 

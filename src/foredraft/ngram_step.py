@@ -18,7 +18,10 @@ class CorpusSettings(Settings):
     dataset: str = Field("", description="A `datasets` id or folder, instead of files.")
     split: str = Field("train", description="Split of the dataset.")
     weight: float = Field(
-        1.0, gt=0.0, description="What an occurrence in it counts; a whole number but for the kind suffix."
+        1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="What an occurrence in it counts; a whole number but for the kind suffix.",
     )
 
     @model_validator(mode="after")

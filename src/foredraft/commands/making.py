@@ -205,6 +205,8 @@ Examples:
 
     foredraft build-ngram --kind suffix --target my-model --text src.jsonl --text manual.txt::0.5 --out index
 
+    foredraft build-ngram --target my-model --lookup-cache cache.bin --out table
+
     foredraft build-ngram --verify --out index
 """,
 )
@@ -229,6 +231,9 @@ def build_ngram(
     ],
     target: Annotated[str, typer.Option(help="The target; left out, what the traces say of it.")] = "",
     kind: Annotated[str, typer.Option(help="What to build.")] = "ngram",
+    lookup_cache: Annotated[
+        Path | None, typer.Option(help="llama.cpp's lookup cache, to read counts from instead.", show_default=False)
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all of it back; one that is there already is only read.")
     ] = False,
@@ -248,6 +253,9 @@ def build_ngram(
         step = settings_from(NgramStep, [f"kind={kind}", *given, *overrides])
         opened = opened_traces(traces)
         loaded = named_target(target, dtype, adapter) if target else absent_target(opened)
-        corpora.build_drafter(loaded, opened, step, out, progress_bars())
+        if lookup_cache:
+            corpora.import_lookup(loaded, lookup_cache, out)
+        else:
+            corpora.build_drafter(loaded, opened, step, out, progress_bars())
     manifest = corpora.verify_built(out) if verify else read_manifest(out)
     print_draft(out, manifest, as_json)

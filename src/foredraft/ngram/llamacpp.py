@@ -54,9 +54,12 @@ def import_lookup_cache(path: Path, vocab_size: int) -> NgramCounts:
     Raises:
         CorpusError: the file is empty, cut short, or holds ids outside the vocabulary or counts below one.
     """
-    data = np.frombuffer(path.read_bytes()[: path.stat().st_size // 4 * 4], np.int32)
-    if len(data) == 0 or path.stat().st_size % 4:
-        raise CorpusError(f"{path} is no lookup cache of llama.cpp: it has {path.stat().st_size} bytes.")
+    if not path.is_file():
+        raise CorpusError(f"There is no lookup cache {path}.")
+    raw = path.read_bytes()
+    if len(raw) == 0 or len(raw) % 4:
+        raise CorpusError(f"{path} is no lookup cache of llama.cpp: it has {len(raw)} bytes.")
+    data = np.frombuffer(raw, np.int32)
     contexts, continuations = [], []
     at = 0
     while at < len(data):
