@@ -6,8 +6,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from foredraft.core.errors import OutputError
 
@@ -99,7 +100,7 @@ def _only_writer(path: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def _taken(file: BinaryIO, lock: Path) -> bool:
+def _taken(file: BufferedWriter, lock: Path) -> bool:
     """Return whether this process got the lock, in a file that no other has deleted since it was opened."""
     if fcntl is None:
         return True

@@ -44,7 +44,7 @@ def export_lookup_cache(counts: NgramCounts, path: Path, order: int = STATIC_ORD
                 pairs = np.stack([counts.next_token[first:last], counts.next_count[first:last]], axis=1)
                 file.write(key.tobytes() + pairs.astype(np.int32).tobytes())
                 written += 1
-    _log.warning("%s does not say whose vocabulary it holds: use it with the same model only.", path)
+    _log.warning("%s does not say whose vocabulary it holds: use it with the same model only.", path.name)
     return written
 
 
