@@ -10,24 +10,27 @@ import torch
 from torch import Tensor
 
 from foredraft.core.law import GREEDY, SamplingLaw
-from foredraft.core.proposal import Proposal
-from foredraft.core.protocols import Answer, Drafter, EmittedProbs, Observer
+from foredraft.core.proposal import ROOT, Proposal
+from foredraft.core.protocols import Answer, BlockOutcome, Branching, Drafter, EmittedProbs, Observer
 
 LAWS = (GREEDY, SamplingLaw(), SamplingLaw(temperature=0.7, top_k=40, top_p=0.9))
 TOLERANCE = 1e-4
 K = 3
 
 
-def check_drafter(drafter: Drafter, answers: Sequence[Answer]) -> None:
+def check_drafter(drafter: Drafter, answers: Sequence[Answer], again: Callable[[], Drafter] | None = None) -> None:
     """Run every check under every law.
 
     Args:
         answers: Texts over the drafter's vocabulary, some of which it can guess.
+        again: Makes another one, for each law; needed by a drafter that learns.
     """
     assert isinstance(drafter, Drafter)
+    assert again is not None or not isinstance(drafter, Observer)
     for law in LAWS:
+        fresh = again() if again is not None else drafter
         for check in CHECKS:
-            check(drafter.bind(law), answers)
+            check(fresh.bind(law), answers)
 
 
 def check_figures(drafter: Drafter, answers: Sequence[Answer]) -> None:
@@ -47,12 +50,15 @@ def check_no_tokens_asked_gives_no_guess(drafter: Drafter, answers: Sequence[Ans
         assert len(drafter.propose(answer.token_ids, 0, _generator())) == 0
 
 
-def check_proposals_are_chains_inside_the_vocabulary(drafter: Drafter, answers: Sequence[Answer]) -> None:
+def check_proposals_are_chains_or_trees_inside_the_vocabulary(drafter: Drafter, answers: Sequence[Answer]) -> None:
     for answer in answers:
         for k in (1, K):
             proposal = drafter.propose(answer.token_ids, k, _generator())
-            assert len(proposal) <= k
-            assert proposal.is_chain
+            if isinstance(drafter, Branching):
+                _assert_tree(proposal, k, drafter.num_nodes(k))
+            else:
+                assert len(proposal) <= k
+                assert proposal.is_chain
             for index, token_id in enumerate(proposal.token_ids.tolist()):
                 assert 0 <= token_id < drafter.vocab_size
                 law = proposal.laws.probs(index, token_id)
@@ -105,12 +111,19 @@ def check_replay_does_not_depend_on_company(drafter: Drafter, answers: Sequence[
 
 
 def check_replay_equals_propose(drafter: Drafter, answers: Sequence[Answer]) -> None:
-    """At every block start, along the emitted text for as long as the proposal follows it."""
+    """At every block start, along the emitted text for as long as the proposal follows it.
+
+    A drafter that learns hears of each token of each answer, in order; replay itself must teach it nothing.
+    """
     for answer, emitted in zip(answers, drafter.replay(answers, K), strict=True):
         for start in range(answer.num_tokens):
             context = answer.token_ids[: answer.start + start]
             proposal = drafter.propose(context, min(K, answer.num_tokens - start), _generator(start))
             _assert_along_text(emitted, start, proposal, answer.token_ids[len(context) :])
+            if isinstance(drafter, Observer):
+                said = int(answer.token_ids[len(context)])
+                kept = int(len(proposal) > 0 and said in proposal.token_ids[:1].tolist())
+                drafter.observe(BlockOutcome(proposal, (said,), kept))
 
 
 def check_draws_follow_the_law(drafter: Drafter, answers: Sequence[Answer]) -> None:
@@ -131,7 +144,7 @@ CHECKS: tuple[Callable[[Drafter, Sequence[Answer]], None], ...] = (
     check_figures,
     check_binding_takes_the_law_or_stays_deterministic,
     check_no_tokens_asked_gives_no_guess,
-    check_proposals_are_chains_inside_the_vocabulary,
+    check_proposals_are_chains_or_trees_inside_the_vocabulary,
     check_greedy_laws_are_one_hot,
     check_same_generator_same_guess,
     check_replay_has_the_promised_shape,
@@ -141,7 +154,22 @@ CHECKS: tuple[Callable[[Drafter, Sequence[Answer]], None], ...] = (
 )
 
 
+def _assert_tree(proposal: Proposal, k: int, num_nodes: int) -> None:
+    """Parents first, siblings apart, at most k levels and `num_nodes` tokens."""
+    assert len(proposal) <= num_nodes
+    depths: list[int] = []
+    for parent in proposal.parents:
+        assert ROOT <= parent < len(depths)
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    assert max(depths, default=0) <= k
+    branches = list(zip(proposal.parents, proposal.token_ids.tolist(), strict=True))
+    assert len(set(branches)) == len(branches)
+
+
 def _assert_along_text(emitted: EmittedProbs, start: int, proposal: Proposal, text: Tensor) -> None:
+    if not proposal.is_chain:
+        _assert_down_the_tree(emitted, start, proposal, text)
+        return
     for offset, token_id in enumerate(text[:K].tolist()):
         where = (start, offset) if emitted.by_block_start else (start + offset,)
         assert bool(emitted.guessed[where]) == (offset < len(proposal)), f"guess or none at {where}"
@@ -154,8 +182,21 @@ def _assert_along_text(emitted: EmittedProbs, start: int, proposal: Proposal, te
             return
 
 
+def _assert_down_the_tree(emitted: EmittedProbs, start: int, tree: Proposal, text: Tensor) -> None:
+    """The emitted token is found among the children, one level after the other, exactly where it is there."""
+    node = ROOT
+    for offset, token_id in enumerate(text[:K].tolist()):
+        children = {int(tree.token_ids[index]): index for index, parent in enumerate(tree.parents) if parent == node}
+        assert bool(emitted.guessed[start, offset]) == bool(children), f"guess or none at {start, offset}"
+        assert float(emitted.probs[start, offset]) == float(token_id in children), f"child at {start, offset}"
+        if token_id not in children:
+            return
+        node = children[token_id]
+
+
 def _assert_same(left: Proposal, right: Proposal) -> None:
     assert left.token_ids.tolist() == right.token_ids.tolist()
+    assert left.parents == right.parents
     for index, token_id in enumerate(left.token_ids.tolist()):
         torch.testing.assert_close(
             left.laws.probs(index, token_id), right.laws.probs(index, token_id), atol=TOLERANCE, rtol=0

@@ -20,6 +20,7 @@ from foredraft.core.errors import ModelError, TraceError, UnknownNameError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.pair import ModelFacts, PairFacts, pair_findings
 from foredraft.core.runtimes import LOADS, REFUSED, RUNTIMES, TRAP, Verdict, verdict
+from foredraft.corpora import build_drafter
 from foredraft.models.facts import backend_fingerprint, read_side
 from foredraft.models.gguf import read_gguf
 from foredraft.models.gguf_header import read_header
@@ -343,7 +344,7 @@ def test_a_draft_without_a_model_serves_here_and_nowhere_else(tiny_target_folder
         target_fingerprint=target.fingerprint,
         tokenizer_fingerprint=target.tokenizer_fingerprint,
     )
-    verbs.build_ngram(target, [trace], NgramStep(kind="ngram", order=2), tmp_path / "table")
+    build_drafter(target, [trace], NgramStep(kind="ngram", order=2), tmp_path / "table")
     found = check_pair(str(tiny_target_folder), str(tmp_path / "table"))
     assert found.is_usable
     assert found.asked == ("foredraft",)

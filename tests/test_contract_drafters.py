@@ -43,15 +43,45 @@ def _causal_lm_folders(target: Path, folder: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", names("drafters"))
 def test_registered_drafter_holds_the_contract(name: str, answers: list[Answer]) -> None:
-    check_drafter(resolve("drafters", name)(VOCAB_SIZE), answers)
+    def made() -> Drafter:
+        return resolve("drafters", name)(VOCAB_SIZE)
+
+    check_drafter(made(), answers, again=made)
 
 
 @pytest.mark.parametrize("name", names("builders"))
 def test_built_drafter_holds_the_contract(name: str, answers: list[Answer], tmp_path: Path) -> None:
-    manifest = DraftManifest(name, VOCAB_SIZE, "tiny", "target-digest", "tokenizer-digest")
+    check_drafter(_load(_builds(name, answers, tmp_path / "built")), answers)
+
+
+def _builds(kind: str, answers: list[Answer], out: Path) -> Path:
+    manifest = DraftManifest(kind, VOCAB_SIZE, "tiny", "target-digest", "tokenizer-digest")
     sequences = [answer.token_ids.numpy().astype("int32") for answer in answers[:2]]
-    resolve("builders", name)(sequences, VOCAB_SIZE, NgramStep(kind=name), manifest, tmp_path / "built", SILENT)
-    check_drafter(_load(tmp_path / "built"), answers)
+    resolve("builders", kind)(sequences, VOCAB_SIZE, NgramStep(kind=kind), manifest, out, SILENT)
+    return out
+
+
+WRAPPED = {
+    "tree": ("suffix", {"max_nodes": 7}),
+    "confident": ("ngram-law", {"threshold": 0.02}),
+    "mixture": ("ngram-law", {"share": 0.3}),
+    "first-guess": ("ngram-law", {"first": "prompt-lookup"}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPED))
+def test_wrapped_drafter_without_a_model_holds_the_contract(name: str, answers: list[Answer], tmp_path: Path) -> None:
+    kind, options = WRAPPED[name]
+    drafter = _load(_builds(kind, answers, tmp_path / "base"))
+    loads = {"prompt-lookup": resolve("drafters", "prompt-lookup")(VOCAB_SIZE)}
+    if name == "mixture":
+        loads["law"], options = _load(_builds("ngram-law", answers[:1], tmp_path / "law")), {**options, "ngram": "law"}
+    check_drafter(resolve("wrappers", name)(drafter, loads.__getitem__, **options), answers)
+
+
+def test_no_way_of_drafting_is_left_out() -> None:
+    """A cascade needs models; tests/test_decoding_registered.py decodes with it."""
+    assert set(names("wrappers")) == {"cascade", *WRAPPED}
 
 
 def test_causal_lm_holds_the_contract(tiny_draft_folder: Path, answers: list[Answer], tmp_path: Path) -> None:

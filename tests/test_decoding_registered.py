@@ -34,6 +34,10 @@ def made(name: str, target: LocalTarget, folder: Path, written: list[Tensor]) ->
             return load_drafter(draft, target)
         case "cascade":
             return load_drafter(f"prompt-lookup+cascade:middle={draft}", target)
+        case "mixture":
+            return load_drafter(f"{draft}+mixture:ngram={folder / 'ngram-law'}", target)
+        case "first-guess":
+            return load_drafter(f"{draft}+first-guess:first=prompt-lookup", target)
         case _ if name in names("wrappers"):
             return load_drafter(f"{draft}+{name}", target)
         case _ if name in names("drafters"):

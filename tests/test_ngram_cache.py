@@ -144,7 +144,6 @@ def test_a_request_is_learned_when_the_next_begins() -> None:
         drafter.observe(BlockOutcome(nothing, tuple(request[end : end + 4].tolist()), 0))
     other = torch.from_numpy(text(2, 30))
     drafter.propose(other, 4, GENERATOR)
-    drafter.observe(BlockOutcome(nothing, (1,), 0))
     assert drafter.propose(request[:50], 4, GENERATOR).token_ids.tolist() == request[50:54].tolist()
 
 

@@ -9,12 +9,13 @@ import torch
 from foredraft.checkpoint import DraftManifest
 from foredraft.core.errors import CheckpointError, CorpusError, UserError, VocabMismatchError
 from foredraft.core.progress import SILENT
+from foredraft.core.proposal import ROOT, Proposal
 from foredraft.core.protocols import Answer, Drafter
 from foredraft.ngram.automaton import Automaton
 from foredraft.ngram.index import build_suffix_index, open_suffix_index
 from foredraft.ngram.suffix import SuffixDrafter, Voting, build_suffix, context_drafter, load_suffix, pooled
 from foredraft.ngram.suffix_array import padding, reversed_text, suffix_array
-from foredraft.ngram.votes import ROOT, vote_chain, vote_tree
+from foredraft.ngram.votes import vote_chain, vote_tree
 from foredraft.steps import NgramStep
 
 GENERATOR = torch.Generator()
@@ -65,8 +66,7 @@ def test_the_automaton_knows_every_earlier_occurrence(vocab_size: int) -> None:
     automaton = Automaton.empty(8)
     lengths, tokens = np.empty(70, np.int64), np.empty((70, 3), np.int64)
     for end in range(1, len(text) + 1):
-        automaton.follow(text[:end])
-        found = automaton.rows(lengths, tokens, 0, 70)
+        found = automaton.rows(text[:end], lengths, tokens, 70)
         context = text[:end].tolist()
         longest = [common_suffix(context, context[:before], end) for before in range(end)]
         by_frequency = {sum(length >= wanted for length in longest): wanted for wanted in range(1, max(longest) + 1)}
@@ -85,12 +85,9 @@ def test_the_automaton_crops_itself() -> None:
     lengths, tokens = np.empty(9, np.int64), np.empty((9, 4), np.int64)
     jumping = Automaton.empty()
     for context in (text, text[:10], other, text[:1], text):
-        fresh = Automaton.empty()
-        fresh.follow(context)
-        rows = fresh.rows(lengths, tokens, 0, 9)
+        rows = Automaton.empty().rows(context, lengths, tokens, 9)
         expected = (lengths[:rows].tolist(), tokens[:rows].tolist())
-        jumping.follow(context)
-        rows = jumping.rows(lengths, tokens, 0, 9)
+        rows = jumping.rows(context, lengths, tokens, 9)
         assert (lengths[:rows].tolist(), tokens[:rows].tolist()) == expected
 
 
@@ -115,13 +112,13 @@ def test_the_index_finds_the_longest_matches_of_all(tmp_path: Path, vocab_size: 
 
 def test_a_chain_follows_the_majority_and_a_tree_holds_the_minority() -> None:
     tokens = np.array([[1, 2, 3], [1, 2, 4], [1, 5, -1], [7, 8, 9]])
-    weights = np.array([2.0, 1.0, 1.0, 2.5])
+    lengths, scales, powers = np.array([2, 1, 1, 9]), np.array([1.0, 1.0, 1.0, 1.25]), np.array([0.5, 1.0, 2.0])
     draft, parents = np.empty(5, np.int64), np.empty(5, np.int64)
-    assert vote_chain(weights, tokens, 4, 0.0, 0.0, draft[:3]) == 3
+    assert vote_chain(lengths, scales, powers, tokens, 0.0, 0.0, draft[:3]) == 3
     assert draft[:3].tolist() == [1, 2, 3]
-    assert vote_chain(weights, tokens, 4, 0.0, 0.5, draft[:3]) == 1
-    assert vote_chain(weights, tokens, 0, 0.0, 0.0, draft[:3]) == 0
-    nodes = vote_tree(weights, tokens, 4, 0.0, 0.0, draft, parents)
+    assert vote_chain(lengths, scales, powers, tokens, 0.0, 0.5, draft[:3]) == 1
+    assert vote_chain(0 * lengths, scales, powers, tokens, 0.0, 0.0, draft[:3]) == 0
+    nodes = vote_tree(lengths, scales, powers, tokens, 0.0, 0.0, draft, parents)
     assert list(zip(draft[:nodes].tolist(), parents[:nodes].tolist(), strict=True)) == [
         (1, ROOT), (2, 0), (7, ROOT), (8, 2), (9, 3),
     ]  # fmt: skip
@@ -158,12 +155,20 @@ def test_replay_equals_propose(drafters: dict[str, SuffixDrafter], name: str) ->
                 assert replayed.guessed[t].tolist() == [True] * len(guess) + [False] * (k - len(guess))
 
 
+def depths(tree: Proposal) -> list[int]:
+    found: list[int] = []
+    for parent in tree.parents:
+        found.append(1 if parent == ROOT else found[parent] + 1)
+    return found
+
+
 @pytest.mark.parametrize("name", ["request", "corpus", "both"])
 def test_a_tree_is_a_tree_inside_its_budget(drafters: dict[str, SuffixDrafter], name: str) -> None:
     text = torch.from_numpy(texts(51, 6, (60,))[0].astype(np.int64))
     for k in (0, 1, 8):
-        tree = drafters[name].propose_tree(text, k)
+        tree = drafters[name].propose_tree(text, 5, k)
         assert len(tree) <= k
+        assert max(depths(tree), default=0) <= 5
         assert all(parent < node for node, parent in enumerate(tree.parents))
         branches = list(zip(tree.parents, tree.token_ids.tolist(), strict=True))
         assert len(set(branches)) == len(branches)

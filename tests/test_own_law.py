@@ -16,6 +16,7 @@ from foredraft.checkpoint import read_manifest
 from foredraft.core.errors import UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.own_law import OwnLaws, bound_for
+from foredraft.corpora import build_drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.pool import evaluate_drafters
 from foredraft.settings import EvaluateSettings, TraceSettings
@@ -142,7 +143,7 @@ def test_there_is_nothing_to_fit_under_greedy_targets_or_to_certain_guesses(
 ) -> None:
     with pytest.raises(UserError, match="all traces are greedy"):
         verbs.set_law(flat, target, [traces["greedy"]], LawStep(), tmp_path / "a")
-    verbs.build_ngram(target, [traces["train"]], NgramStep(kind="ngram"), tmp_path / "table")
+    build_drafter(target, [traces["train"]], NgramStep(kind="ngram"), tmp_path / "table")
     with pytest.raises(UserError, match="kind ngram: its guesses are certain"):
         verbs.set_law(tmp_path / "table", target, [traces["train"]], LawStep(), tmp_path / "b")
 
@@ -158,7 +159,7 @@ def test_a_law_outlives_a_wider_head_and_not_new_weights(fitted: Path, target: L
 def test_an_n_gram_law_takes_a_law_of_its_own_too(
     target: LocalTarget, traces: dict[str, Trace], tmp_path: Path
 ) -> None:
-    verbs.build_ngram(target, [traces["train"]], NgramStep(kind="ngram-law"), tmp_path / "counts")
+    build_drafter(target, [traces["train"]], NgramStep(kind="ngram-law"), tmp_path / "counts")
     verbs.set_law(tmp_path / "counts", target, [], LawStep(temperature=0.5, top_k=4), tmp_path / "cool")
     drafter = drafters.load_drafter(str(tmp_path / "cool"), target)
     assert bound_for(drafter, PLAIN).law == SamplingLaw(0.5, top_k=4)

@@ -1,39 +1,59 @@
-"""Compares n-gram drafters on real text: the suffix index, transformers' prompt lookup, and a plain dict.
+"""Compares n-gram drafters on real text: the suffix index, transformers' prompt lookup, a dict, Snowflake's tree.
 
     python benchmarks/ngram/run.py --tokenizer FOLDER --edits code_edit.jsonl --out benchmarks/ngram
 
 Corpora: the Python standard library of the running interpreter and this machine's man pages, split by file; of the
 held-out files at most 6,000 tokens each are drafted. Code edit: the old version is the prompt, the new one is drafted.
-Every block has `k` = 8 draft tokens, and a miss costs one call. Times are CPU seconds of one thread.
+Every block has `k` = 8 draft tokens, trees have 8 nodes, and a miss costs one call. Times are CPU time of one thread,
+the clock's own microsecond included; what a drafter needs to take in new text is part of them. Snowflake's tree
+stands in the table where `arctic_inference` is installed.
 """
 
 import argparse
-import glob
-import gzip
-import hashlib
-import json
 import sys
-import sysconfig
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import peers
 import torch
+from texts import TextSet, edits, library_files, manual_files, text_set
 from tokenizers import Tokenizer
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from foredraft.core.proposal import ROOT, Proposal
+from foredraft.core.protocols import Answer
 from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
 from foredraft.ngram.suffix import SuffixDrafter, Voting
 
 K = 8
-HELD_OUT_TOKENS = 150_000
-LONGEST_FILE = 6_000
+DEPTH = 32
 GENERATOR = torch.Generator()
-Guess = Callable[[torch.Tensor], Proposal]
+TREE, TUNED_TREE = "Snowflake's tree, defaults", "Snowflake's tree, tuned tree"
+TUNED = {"min_token_prob": 0.0, "max_spec_factor": 4.0, "max_spec_offset": 8.0, "use_tree_spec": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What became of a drafter's blocks: draft tokens kept in a call, and CPU time of a draft."""
+
+    accepted_per_call: float
+    us_per_draft: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Everything that the table shows: figures by corpus, by set of texts and drafter, and by part of a draft."""
+
+    corpus_tokens: int
+    builds: dict[str, dict[str, float]]
+    scores: dict[str, dict[str, Score]]
+    parts: dict[str, float]
 
 
 def main() -> None:
@@ -42,104 +62,43 @@ def main() -> None:
     parser.add_argument("--edits", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--corpus-tokens", type=int, default=4_000_000)
+    parser.add_argument("--texts", type=int, default=1_000, help="Most texts that are scored in a set.")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    python = [path for path in stdlib.rglob("*.py") if "site-packages" not in path.parts]
-    manuals = sorted({Path(name).resolve() for name in glob.glob("/usr/share/man/man*/*")})
-    result = {"k": K, "machine": _machine(), "sets": {}, "build": {}}
+    vocab_size = tokenizer.get_vocab_size()
+    result = Result(options.corpus_tokens, {}, {}, {})
     with tempfile.TemporaryDirectory() as folder:
-        for name, files in (("code", python), ("man", manuals)):
-            corpus, held_out = _split(files, tokenizer, options.corpus_tokens)
-            index, result["build"][name] = _build(corpus, tokenizer.get_vocab_size(), Path(folder) / f"{name}.ngram")
-            result["sets"][name] = _compare(index, corpus, [(text, 1) for text in held_out])
+        for name, files in (("code", library_files()), ("man pages", manual_files())):
+            texts = text_set(files, tokenizer, options.corpus_tokens)
+            index, result.builds[name] = _build(texts, vocab_size, Path(folder) / f"{name}.ngram")
+            drafters, tree_build = _drafters(index, texts, vocab_size)
+            result.builds[name] |= tree_build
+            scored = {name: texts.scored}
             if name == "code":
-                result["sets"]["edit"] = _compare(index, corpus, _edits(options.edits, tokenizer))
-    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "TABLE.md").write_text(_table(result))
+                scored["code edit"] = edits(options.edits, tokenizer)
+                result.parts.update(_parts(index, texts.scored, vocab_size))
+            for one, answers in scored.items():
+                result.scores[one] = {}
+                for drafter, guess in drafters.items():
+                    result.scores[one][drafter] = decode(guess, answers[: options.texts])
+                    (options.out / "TABLE.md").write_text(_table(result), encoding="utf-8")
 
 
-def _split(
-    files: Iterable[Path], tokenizer: Tokenizer, corpus_tokens: int
-) -> tuple[list[np.ndarray], list[torch.Tensor]]:
-    """Return the corpus and the held-out texts, by file in the order of a hash of its name; no text twice."""
-    corpus, held_out, seen = [], [], set()
-    held_out_size = corpus_size = 0
-    for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).hexdigest()):
-        try:
-            raw = path.read_bytes()
-            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if not 200 < len(text) < 400_000 or text in seen:
-            continue
-        seen.add(text)
-        token_ids = np.array(tokenizer.encode(text).ids, np.int32)
-        if held_out_size < HELD_OUT_TOKENS:
-            held_out.append(torch.from_numpy(token_ids[:LONGEST_FILE].astype(np.int64)))
-            held_out_size += len(held_out[-1])
-        elif corpus_size < corpus_tokens:
-            corpus.append(token_ids)
-            corpus_size += len(token_ids)
-    return corpus, held_out[1::2]  # the other half fitted the defaults of Voting
-
-
-def _edits(path: Path, tokenizer: Tokenizer) -> list[tuple[torch.Tensor, int]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    pairs = [(tokenizer.encode(row["prompt"] + "\n").ids, tokenizer.encode(row["reference"]).ids) for row in rows]
-    return [(torch.tensor((old + new)[:12_000]), len(old)) for old, new in pairs[1::2] if len(old) < 12_000]
-
-
-def _build(corpus: list[np.ndarray], vocab_size: int, path: Path) -> tuple[SuffixIndex, dict[str, float]]:
-    size = sum(len(text) for text in corpus)
-    seconds = []
-    build_suffix_index([corpus[0]], vocab_size, "", 32, path)  # compiles
-    for _ in range(3):
-        begun = time.thread_time()
-        build_suffix_index(corpus, vocab_size, "", 32, path)
-        seconds.append(time.thread_time() - begun)
-    begun = time.perf_counter()
-    index = open_suffix_index(path)
-    opened = time.perf_counter() - begun
-    return index, {
-        "tokens": size,
-        "Mtok_per_s": size / min(seconds) / 1e6,
-        "bytes_per_token": path.stat().st_size / size,
-        "open_ms": 1e3 * opened,
-    }
-
-
-def _compare(index: SuffixIndex, corpus: list[np.ndarray], texts: list[tuple[torch.Tensor, int]]) -> dict[str, object]:
-    vocab_size = index.container.vocab_size
-    request, both = SuffixDrafter(vocab_size), SuffixDrafter(vocab_size, [(index, 1.0)])
-    static = SuffixDrafter(vocab_size, [(index, 1.0)], Voting(num_context=0))
-    lookup = PromptLookupCandidateGenerator(num_output_tokens=K, max_matching_ngram_size=3, max_length=1 << 30)
-    drafters: dict[str, Guess] = {
-        "plain dict, 3 tokens": _dict_drafter(corpus, vocab_size),
-        "transformers prompt lookup": lambda context: _looked_up(lookup, context, vocab_size),
-        "suffix automaton, chain": lambda context: request.propose(context, K, GENERATOR),
-        "suffix index, chain": lambda context: static.propose(context, K, GENERATOR),
-        "both, chain": lambda context: both.propose(context, K, GENERATOR),
-        "both, tree": lambda context: both.propose_tree(context, K),
-    }
-    return {name: _decode(guess, texts) for name, guess in drafters.items()}
-
-
-def _decode(guess: Guess, texts: list[tuple[torch.Tensor, int]]) -> dict[str, float]:
-    """Return accepted draft tokens per call and CPU microseconds per draft, over all texts."""
-    guess(texts[0][0])
+def decode(guess: peers.Guess, answers: Sequence[Answer]) -> Score:
+    """Return what speculative decoding with certain drafts would do over all texts, and what the drafts cost."""
+    guess(answers[0].token_ids[:32])
     calls = accepted = 0
     spent = 0.0
-    for text, start in texts:
-        at = start
+    for answer in answers:
+        text, at = answer.token_ids.tolist(), answer.start
         while at < len(text):
-            context = text[:at]
+            context = answer.token_ids[:at]
             begun = time.thread_time()
             proposal = guess(context)
             spent += time.thread_time() - begun
-            stands = _accepted(proposal, text[at : at + K].tolist())
-            calls, accepted, at = calls + 1, accepted + stands, at + stands + 1
-    return {"accepted_per_call": accepted / calls, "us_per_draft": 1e6 * spent / calls, "calls": calls}
+            kept = _accepted(proposal, text[at : at + K])
+            calls, accepted, at = calls + 1, accepted + kept, at + kept + 1
+    return Score(accepted / calls, 1e6 * spent / calls, calls)
 
 
 def _accepted(proposal: Proposal, text: list[int]) -> int:
@@ -155,56 +114,104 @@ def _accepted(proposal: Proposal, text: list[int]) -> int:
     return len(text)
 
 
-def _looked_up(lookup: PromptLookupCandidateGenerator, context: torch.Tensor, vocab_size: int) -> Proposal:
-    candidates, _ = lookup.get_candidates(context[None])
-    return Proposal.certain(candidates[0, len(context) :], vocab_size)
+def _build(texts: TextSet, vocab_size: int, path: Path) -> tuple[SuffixIndex, dict[str, float]]:
+    size = sum(len(text) for text in texts.corpus)
+    build_suffix_index(texts.corpus[:1], vocab_size, "", DEPTH, path)  # compiles
+    seconds = [cpu(partial(build_suffix_index, texts.corpus, vocab_size, "", DEPTH, path)) for _ in range(3)]
+    begun = time.perf_counter()
+    index = open_suffix_index(path)
+    opened = time.perf_counter() - begun
+    index.container.verify()
+    on_disk, in_memory = path.stat().st_size / size, index.num_bytes / size
+    figures = {"build Mtok/s": size / min(seconds) / 1e6, "bytes/token on disk": on_disk}
+    return index, figures | {"in memory": in_memory, "open ms": 1e3 * opened}
 
 
-def _dict_drafter(corpus: list[np.ndarray], vocab_size: int) -> Guess:
-    """Return a drafter from a dict of three tokens to their most frequent successor."""
-    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    for text in corpus:
-        tokens = text.tolist()
-        for first, second, third, following in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False):
-            counts[first, second, third][following] += 1
-    best = {context: seen.most_common(1)[0][0] for context, seen in counts.items()}
+def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict[str, peers.Guess], dict[str, float]]:
+    """Return every drafter that is compared, and what the peer's tree took to build."""
+    request, both = SuffixDrafter(vocab_size), SuffixDrafter(vocab_size, [(index, 1.0)])
+    static = SuffixDrafter(vocab_size, [(index, 1.0)], Voting(num_context=0))
+    drafters: dict[str, peers.Guess] = {
+        "plain dict, 3 tokens": peers.dict_drafter(texts.corpus, vocab_size, K),
+        "transformers' prompt lookup": peers.prompt_lookup(vocab_size, K),
+    }
+    figures = {}
+    if peers.SuffixDecodingCache is not None:
+        begun = time.thread_time()
+        tree = peers.SuffixTreePeer(texts.corpus, vocab_size, K)
+        spent = time.thread_time() - begun
+        figures["Snowflake's build Mtok/s"] = sum(len(text) for text in texts.corpus) / spent / 1e6
+        drafters |= {TREE: tree.guess(), TUNED_TREE: tree.guess(**TUNED)}
+    drafters |= {
+        "ours, request, chain": lambda context: request.propose(context, K, GENERATOR),
+        "ours, corpus, chain": lambda context: static.propose(context, K, GENERATOR),
+        "ours, both, chain": lambda context: both.propose(context, K, GENERATOR),
+        "ours, both, tree": lambda context: both.propose_tree(context, K, K),
+    }
+    return drafters, figures
 
-    def guess(context: torch.Tensor) -> Proposal:
-        recent = context[-3:].tolist()
-        while len(recent) < 3 + K and tuple(recent[-3:]) in best:
-            recent.append(best[tuple(recent[-3:])])
-        return Proposal.certain(torch.tensor(recent[len(context[-3:]) :], dtype=torch.long), vocab_size)
 
-    return guess
+def _parts(index: SuffixIndex, answers: Sequence[Answer], vocab_size: int) -> dict[str, float]:
+    """Return CPU microseconds of the parts of a draft, over every position of some texts."""
+    texts = [answer.token_ids.numpy() for answer in answers[:6]]
+    contexts = [text[:end] for text in texts for end in range(1, len(text))]
+    tensors = [torch.from_numpy(context) for context in contexts]
+    lengths, tokens = np.empty(28, np.int64), np.empty((28, K), np.int64)
+    request, both = SuffixDrafter(vocab_size), SuffixDrafter(vocab_size, [(index, 1.0)])
+
+    def each(call: Callable[[Any], object], values: Sequence[Any]) -> float:
+        call(values[0])
+        return 1e6 * min(cpu(lambda: [call(value) for value in values]) for _ in range(3)) / len(values)
+
+    chained = each(lambda context: both._chain(context, K, grown=len(context) > 1), contexts)
+    return {
+        "update of the request tier, a token": each(
+            lambda context: request._request.follow(context, grown=len(context) > 1), contexts
+        ),
+        "chain from the request, update included": each(
+            lambda context: request._chain(context, K, grown=len(context) > 1), contexts
+        ),
+        "matches in the corpus": each(lambda context: index.rows(context, lengths, tokens, 0, 24), contexts),
+        "chain from both": chained,
+        "propose(): checks of the context and the objects on top": each(
+            lambda context: both.propose(context, K, GENERATOR), tensors
+        )
+        - chained,
+    }
+
+
+def cpu(call: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call in this thread."""
+    begun = time.thread_time()
+    call()
+    return time.thread_time() - begun
 
 
 def _machine() -> str:
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{cpu[0].split(': ')[1]}, {len(cpu)} cores, Python {sys.version.split()[0]}"
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{cpus[0].split(': ')[1]}, {len(cpus)} cores, Python {sys.version.split()[0]}, one thread"
 
 
-def _table(result: dict) -> str:
-    lines = [
-        "# N-gram drafters on real text",
-        "",
-        f"{result['machine']}; {result['k']} draft tokens a block. See run.py.",
-        "",
-    ]
-    lines += ["| corpus | tokens | build Mtok/s | bytes/token | open ms |", "| --- | --- | --- | --- | --- |"]
-    for name, row in result["build"].items():
-        lines.append(
-            f"| {name} | {row['tokens']:,} | {row['Mtok_per_s']:.1f} "
-            f"| {row['bytes_per_token']:.2f} | {row['open_ms']:.1f} |"
-        )
-    sets = result["sets"]
-    lines += ["", "| drafter | " + " | ".join(f"{name}: accepted per call (us)" for name in sets) + " |"]
-    lines.append("| --- |" + " --- |" * len(sets))
-    for drafter in next(iter(sets.values())):
-        cells = [
-            f"{rows[drafter]['accepted_per_call']:.3f} ({rows[drafter]['us_per_draft']:.0f})" for rows in sets.values()
-        ]
+def _table(result: Result) -> str:
+    size = f"corpora of {result.corpus_tokens:,} tokens; {K} draft tokens a block"
+    lines = ["# N-gram drafters on real text", "", f"{_machine()}; {size}."]
+    lines += ["Made by run.py. What is fitted was fitted on other files than those scored here.", ""]
+    columns = list(next(iter(result.builds.values())))
+    lines += ["| corpus | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
+    for name, row in result.builds.items():
+        lines.append(f"| {name} | " + " | ".join(f"{row[key]:.2f}" for key in columns) + " |")
+    lines += ["", "Draft tokens accepted in a call (CPU microseconds of a draft):", ""]
+    lines += ["| drafter | " + " | ".join(result.scores) + " |", "| --- |" + " --- |" * len(result.scores)]
+    for drafter in next(iter(result.scores.values())):
+        cells = [_cell(scores.get(drafter)) for scores in result.scores.values()]
         lines.append(f"| {drafter} | " + " | ".join(cells) + " |")
+    lines += ["", "| part of a draft, code | CPU microseconds |", "| --- | --- |"]
+    lines += [f"| {part} | {spent:.1f} |" for part, spent in result.parts.items()]
     return "\n".join(lines) + "\n"
+
+
+def _cell(score: Score | None) -> str:
+    return "" if score is None else f"{score.accepted_per_call:.3f} ({score.us_per_draft:.0f})"
 
 
 if __name__ == "__main__":

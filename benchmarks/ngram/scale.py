@@ -2,23 +2,22 @@
 
     python benchmarks/ngram/scale.py --tokenizer FOLDER --roots DIR [DIR ...] --work DIR --tokens 100_000_000
 
-Text: every readable file of 200 bytes to 400 kB under the roots (unpacked Debian and PyPI source packages), no content
-twice. It is tokenized once into DIR/tokens.i32 and goes on there after an interruption. Needs about 16 bytes of memory
-a token. Each size is built in a process of its own, so that its peak memory is its own.
+Text: every readable file of 200 bytes to 400 kB under the roots (installed Python packages, unpacked sources), no
+content twice. It is tokenized once into DIR/tokens.i32. Needs about 16 bytes of memory a token. Each size is built in a
+process of its own, so that its peak memory is its own. Writes SCALE.md beside this file.
 """
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from texts import in_hash_order, token_lists
 from tokenizers import Tokenizer
 
 from foredraft.ngram.index import build_suffix_index, open_suffix_index
@@ -38,53 +37,33 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
-    size = _tokenize(options.roots, tokenizer, options.work, options.tokens + HELD_OUT)
-    sizes = [tokens for tokens in (10**5, 10**6, 10**7, 10**8) if tokens <= size - HELD_OUT]
-    rows = []
-    for tokens in sizes:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply(_measure, (options.work, tokens, tokenizer.get_vocab_size())))
-        (options.work / "scale.json").write_text(json.dumps(rows, indent=1) + "\n")
+    if not (options.work / "bounds.json").exists():
+        _tokenize(options.roots, tokenizer, options.work, options.tokens + HELD_OUT)
+    size = json.loads((options.work / "bounds.json").read_text())[-1]
+    rows: list[dict[str, float]] = []
+    for tokens in (10**5, 10**6, 10**7, 10**8):
+        if tokens <= min(options.tokens, size - HELD_OUT):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                rows.append(pool.apply(_measure, (options.work, tokens, tokenizer.get_vocab_size())))
+            (Path(__file__).parent / "SCALE.md").write_text(_table(rows), encoding="utf-8")
 
 
-def _texts(roots: list[Path]) -> Iterator[tuple[str, str]]:
-    """Yield (digest, text) of each file, in a fixed order that mixes the roots."""
+def _tokenize(roots: list[Path], tokenizer: Tokenizer, work: Path, wanted: int) -> None:
+    """Write tokens.i32, and bounds.json when there are enough tokens or no more text."""
     files = [path for root in roots for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
-    for path in sorted(files, key=lambda path: hashlib.sha256(str(path).encode()).hexdigest()):
-        if 200 <= path.stat().st_size <= 400_000:
-            raw = path.read_bytes()
-            try:
-                yield hashlib.sha256(raw).hexdigest(), raw.decode()
-            except UnicodeDecodeError:
-                continue
-
-
-def _tokenize(roots: list[Path], tokenizer: Tokenizer, work: Path, wanted: int) -> int:
-    """Append to tokens.i32 and bounds.json until there are enough tokens; return how many there are."""
-    state = work / "bounds.json"
-    bounds, seen = json.loads(state.read_text()) if state.exists() else ([0], [])
-    known = set(seen)
-    with (work / "tokens.i32").open("ab") as file:
-        file.truncate(4 * bounds[-1])
-        for digest, text in _texts(roots):
-            if bounds[-1] >= wanted:
-                break
-            if digest in known:
-                continue
-            known.add(digest)
-            token_ids = np.array(tokenizer.encode(text).ids, np.int32)
+    bounds = [0]
+    with (work / "tokens.i32").open("wb") as file:
+        for token_ids in token_lists(in_hash_order(files), tokenizer):
             file.write(token_ids.tobytes())
             bounds.append(bounds[-1] + len(token_ids))
-            if len(bounds) % 2000 == 0:
-                file.flush()
-                state.write_text(json.dumps([bounds, sorted(known)]))
-    state.write_text(json.dumps([bounds, sorted(known)]))
-    return bounds[-1]
+            if bounds[-1] >= wanted:
+                break
+    (work / "bounds.json").write_text(json.dumps(bounds))
 
 
 def _measure(work: Path, size: int, vocab_size: int) -> dict[str, float]:
     tokens = np.memmap(work / "tokens.i32", np.int32, "r")
-    bounds = [bound for bound in json.loads((work / "bounds.json").read_text())[0] if bound <= len(tokens) - HELD_OUT]
+    bounds = [bound for bound in json.loads((work / "bounds.json").read_text()) if bound <= len(tokens) - HELD_OUT]
     bounds = [bound for bound in bounds if bound < size] + [size]
     corpus = [np.array(tokens[begin:end]) for begin, end in pairwise(bounds)]
     path = work / f"index-{size}.ngram"
@@ -118,6 +97,25 @@ def _measure(work: Path, size: int, vocab_size: int) -> dict[str, float]:
         "us_per_draft": 1e6 * spent / calls,
         "accepted_per_call": accepted / calls,
     }
+
+
+def _table(rows: list[dict[str, float]]) -> str:
+    columns = list(rows[0])
+    lines = ["# Suffix indexes of growing size", "", "One thread; made by scale.py.", ""]
+    lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    for row in rows:
+        cells = [f"{row[name]:,}" if name == "tokens" else f"{row[name]:.2f}" for name in columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    last = rows[-1]
+    billion = 10**9 / last["tokens"]
+    lines += [
+        "",
+        f"Extrapolated to 10^9 tokens in five shards of 2 * 10^8: {last['bytes_per_token']:.1f} GB on disk, "
+        f"{1e3 / last['build_Mtok_per_s'] / 60:.0f} minutes to build on one core at the last row's rate, at most "
+        f"{last['peak_GB'] * billion / 5:.0f} GB of memory at a time, and five searches of about "
+        f"{last['us_per_draft']:.0f} microseconds a draft.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "drafters": {
         "prompt-lookup": "foredraft.ngram.prompt_lookup:PromptLookup",
         "suffix-automaton": "foredraft.ngram.suffix:context_drafter",
+        "traffic": "foredraft.ngram.traffic:traffic_drafter",
     },
     # What makes one drafter of another, as `draft+name:option=value`: wrap(drafter, load, **options) -> Drafter, where
     # load(spec) loads a further drafter.
@@ -24,6 +25,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "confident": "foredraft.decoding.stopping:confident",
         "cascade": "foredraft.decoding.cascade:cascade",
         "adaptive": "foredraft.select.wrapper:adaptive",
+        "mixture": "foredraft.ngram.hybrid:mixture",
+        "first-guess": "foredraft.ngram.hybrid:first_guess",
     },
     # Model-free drafters built from token sequences: build(sequences, vocab_size, settings, manifest, out, progress)
     # -> DraftManifest.
@@ -66,6 +69,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     },
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
+        "llamacpp-lookup": "foredraft.ngram.exports:export_llamacpp_lookup",
+        "sglang-ngram": "foredraft.ngram.exports:export_sglang_ngram",
     },
 }
 _SINGULAR = {

@@ -22,6 +22,7 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.processes import processes
 from foredraft.core.progress import SILENT, Prefixed, Progress
 from foredraft.core.protocols import Drafter, Target
+from foredraft.corpora import build_drafter
 from foredraft.models.remote.target import connect
 from foredraft.models.remote.twin import ServedTwin
 from foredraft.models.target import LocalTarget, load_target
@@ -210,11 +211,11 @@ class _Run:
             case "ngram" if not verbs.needs_building(step.settings.kind):
                 spec = verbs.model_free_spec(step.settings)
                 return Made(spec, digest_of(spec))
-        inputs = digest_of([self.target.fingerprint, *_keys(train)])
+        inputs = digest_of([self.target.fingerprint, *_keys(train), *verbs.text_keys(step, self._held_out)])
         progress = self._numbered(f"{name}:")
         if step.verb == "ngram":
             return self._stage(
-                name, step, inputs, lambda out: verbs.build_ngram(self.target, train, step.settings, out, progress)
+                name, step, inputs, lambda out: build_drafter(self.target, train, step.settings, out, progress)
             )
         if step.settings.is_sibling:
             inputs = digest_of([inputs, _spec_key(step.settings.source)])

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from foredraft.ngram_step import NgramStep as NgramStep
 from foredraft.settings import LawSettings, Settings
 
 
@@ -336,24 +337,6 @@ class QuantizeStep(Settings):
     activation_bits: Literal[8, 16] = Field(
         16, description="Bits of what each layer reads; 8 is the form that vLLM runs on CPUs, and accepted less."
     )
-
-
-class NgramStep(Settings):
-    """A drafter without a model."""
-
-    kind: str = Field(description="prompt-lookup, suffix-automaton, ngram, ngram-law, lookup-table or suffix.")
-    order: int = Field(4, ge=1, le=16, description="ngram, ngram-law: longest context, in tokens.")
-    min_count: int = Field(1, ge=1, description="Contexts and keys seen less often are dropped (not suffix).")
-    key: int = Field(8, ge=1, le=64, description="lookup-table: tokens looked up.")
-    continuation: int = Field(16, ge=1, le=256, description="lookup-table: tokens stored for each key.")
-    smoothing: Literal["interpolated", "stupid-backoff"] = Field("interpolated", description="ngram-law.")
-    max_match: int = Field(3, ge=1, description="prompt-lookup: longest suffix looked up, in tokens.")
-    min_match: int = Field(1, ge=1, description="prompt-lookup: shortest suffix looked up, in tokens.")
-    depth: int = Field(32, ge=1, le=64, description="suffix: longest match, in tokens.")
-    shard_tokens: int = Field(
-        200_000_000, ge=1, description="suffix: tokens of a file; building takes about 16 bytes of memory for each."
-    )
-    corpus: Literal["trace"] = Field("trace", description="What kinds that are built are built from.")
 
 
 class HeadStep(Settings):

@@ -17,7 +17,7 @@ from foredraft.core.errors import UnknownNameError, UserError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Drafter, Speaker
+from foredraft.core.protocols import Drafter
 from foredraft.distill.documents import documents_digest, read_documents
 from foredraft.distill.emphasis import read_position_weights
 from foredraft.distill.init.build import build
@@ -111,14 +111,6 @@ def _fitted(name: str, drafter: Drafter, traces: Sequence[Trace], step: LawStep,
     return [fit_law(name, drafter, trace, k, answers=answers, progress=progress) for trace in sampled]
 
 
-def build_ngram(
-    target: Speaker, traces: Sequence[Trace], step: NgramStep, out: Path, progress: Progress = SILENT
-) -> DraftManifest:
-    """Build a model-free drafter from what the target wrote."""
-    manifest = extended(blank_manifest(target, step.kind), "ngram", step)
-    return resolve("builders", step.kind)(_answer_ids(traces), target.vocab_size, step, manifest, out, progress)
-
-
 def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: Path) -> Path:
     """Write a draft as `runtime` loads it, tuned to k draft tokens a block."""
     if (source / MANIFEST).is_file():
@@ -131,7 +123,7 @@ def learns(step: Step) -> bool:
     """Return whether a step reads what the target wrote."""
     match step.verb:
         case "ngram":
-            return needs_building(step.settings.kind)
+            return needs_building(step.settings.kind) and step.settings.reads_trace
         case "init":
             return step.settings.vocab > 0 or step.settings.measures
         case "prune":
@@ -148,11 +140,14 @@ def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:
     Raises:
         CorpusError: there is no text, or prompts that are held out are in it.
     """
-    if step.verb != "distill" or step.settings.text is None:
-        return []
-    settings = step.settings.text
-    documents = without_leaks(read_documents(settings), held_out, settings.leaks == "drop")
-    return [documents_digest(documents)]
+    match step.verb:
+        case "distill":
+            texts = [(text, text.leaks == "drop") for text in filter(None, [step.settings.text])]
+        case "ngram":
+            texts = [(text, False) for text in step.settings.texts]
+        case _:
+            texts = []
+    return [documents_digest(without_leaks(read_documents(text), held_out, drop)) for text, drop in texts]
 
 
 def is_reference(step: Step) -> bool:

@@ -22,7 +22,7 @@ from foredraft.acceptance.intervals import (
 from foredraft.acceptance.prediction import Yield, batch_figures, passes_json
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.core.law import SamplingLaw
-from foredraft.core.protocols import EXACT
+from foredraft.core.protocols import EXACT, IN_ORDER, TOKENS_EXACT
 from foredraft.core.roofline import PassFacts
 
 SCHEMA = 1
@@ -291,13 +291,21 @@ def _pair(scores: LawScores, one: str, other: str, metric: str, found: PairedDif
 
 
 def _validity_notes(facts: Mapping[str, DrafterFacts]) -> list[str]:
-    partly = [name for name, one in facts.items() if one.validity != EXACT]
-    if not partly:
-        return []
-    return [
-        f"{', '.join(partly)}: replay's tokens are exact, its draft steps are not, since drafting goes on over tokens "
-        "that are never emitted. Trust the measured speedup before the predicted one."
-    ]
+    partly = [name for name, one in facts.items() if one.validity == TOKENS_EXACT]
+    in_order = [name for name, one in facts.items() if one.validity == IN_ORDER]
+    notes = []
+    if partly:
+        notes.append(
+            f"{', '.join(partly)}: replay's tokens are exact, its draft steps are not, since drafting goes on over "
+            "tokens that are never emitted. Trust the measured speedup before the predicted one."
+        )
+    if in_order:
+        notes.append(
+            f"{', '.join(in_order)}: learns from each prompt for the next ones. Figures hold for the prompts in this "
+            "order; intervals take prompts to be independent, which they are not here, and an audit of a few prompts "
+            "learns less."
+        )
+    return notes
 
 
 def _notes(scores: LawScores) -> list[str]:

@@ -199,28 +199,63 @@ def fit_law(
 @app.command(
     "build-ngram",
     epilog="""
-Example:
+Examples:
 
     foredraft build-ngram --target my-model --trace trace --set order=5 --out table
+
+    foredraft build-ngram --kind suffix --target my-model --text src.jsonl --text manual.txt::0.5 --out index
+
+    foredraft build-ngram --target my-model --lookup-cache cache.bin --out table
+
+    foredraft build-ngram --verify --out index
 """,
 )
 def build_ngram(
-    traces: Traces,
     out: Out,
     overrides: Overrides,
+    traces: Annotated[
+        list[Path],
+        typer.Option("--trace", help="Trace folder; can be repeated.", default_factory=list, show_default=False),
+    ],
+    texts: Annotated[
+        list[str],
+        typer.Option(
+            "--text", help="JSONL or plain text; file::2 counts it twice.", default_factory=list, show_default=False
+        ),
+    ],
+    datasets: Annotated[
+        list[str],
+        typer.Option(
+            "--dataset", help="A `datasets` id or folder; id::2 too.", default_factory=list, show_default=False
+        ),
+    ],
     target: Annotated[str, typer.Option(help="The target; left out, what the traces say of it.")] = "",
     kind: Annotated[str, typer.Option(help="What to build.")] = "ngram",
+    lookup_cache: Annotated[
+        Path | None, typer.Option(help="llama.cpp's lookup cache, to read counts from instead.", show_default=False)
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all of it back; one that is there already is only read.")
+    ] = False,
     dtype: Dtype = "auto",
     adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
-    """Build a drafter without a model from what the target wrote."""
-    from foredraft import verbs
+    """Build a drafter without a model from what the target wrote, from text, or from both."""
+    from foredraft import corpora
+    from foredraft.checkpoint import MANIFEST, read_manifest
     from foredraft.recipe import settings_from
     from foredraft.steps import NgramStep
     from foredraft.trace.store import absent_target
 
-    step = settings_from(NgramStep, [f"kind={kind}", *overrides])
-    opened = opened_traces(traces)
-    loaded = named_target(target, dtype, adapter) if target else absent_target(opened)
-    print_draft(out, verbs.build_ngram(loaded, opened, step, out, progress_bars()), as_json)
+    if not (verify and (out / MANIFEST).is_file()):
+        given = corpora.sources(bool(traces), texts, datasets)
+        step = settings_from(NgramStep, [f"kind={kind}", *given, *overrides])
+        opened = opened_traces(traces)
+        loaded = named_target(target, dtype, adapter) if target else absent_target(opened)
+        if lookup_cache:
+            corpora.import_lookup(loaded, lookup_cache, out)
+        else:
+            corpora.build_drafter(loaded, opened, step, out, progress_bars())
+    manifest = corpora.verify_built(out) if verify else read_manifest(out)
+    print_draft(out, manifest, as_json)

@@ -6,10 +6,16 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import OutputError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps two writers apart there
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -32,8 +38,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it becomes `path` when the block ends without an error.
 
     Raises:
-        OutputError: `path` exists and is not an empty folder, or the disk is full.
+        OutputError: `path` exists and is not an empty folder, another process writes it, or the disk is full.
     """
+    with _only_writer(path):
+        yield from _whole_folder(path)
+
+
+def _whole_folder(path: Path) -> Iterator[Path]:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise OutputError(f"{path} exists already and is never overwritten: name another folder.")
     partial = path.with_name(f".{path.name}.partial")
@@ -69,6 +80,35 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
             file.write("".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise _explained(error, path) from error
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Hold the right to write `path`. The system gives it back when the process ends, however it does."""
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("wb")
+    except OSError as error:
+        raise _explained(error, path) from error
+    with file:
+        if not _taken(file, lock):
+            raise OutputError(f"{path} is being written by another process: wait for it, or name another folder.")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _taken(file: BufferedWriter, lock: Path) -> bool:
+    """Return whether this process got the lock, in a file that no other has deleted since it was opened."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(file.fileno()).st_ino == lock.stat().st_ino
+    except OSError:
+        return False
 
 
 def _flush(path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a drafter offers for one block."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +24,9 @@ class Laws:
     row: Int[Tensor, " k"]
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def one_hot(k: int, vocab_size: int) -> "Laws":
+        """Return the laws of k certain tokens, the same object every time: making it took longer than a lookup."""
         return Laws(torch.empty(0, vocab_size), torch.full((k,), ONE_HOT))
 
     @staticmethod

@@ -125,6 +125,7 @@ class TextReader(Protocol):
 
 EXACT = "exact"
 TOKENS_EXACT = "tokens exact, draft steps not"
+IN_ORDER = "exact in the order of arrival"
 
 
 @runtime_checkable
@@ -133,7 +134,10 @@ class StatesValidity(Protocol):
 
     @property
     def validity(self) -> str:
-        """TOKENS_EXACT where tokens per call are exact, and the draft steps that they cost are not."""
+        """TOKENS_EXACT where tokens per call are exact, and the draft steps that they cost are not.
+
+        IN_ORDER where what is drafted for one prompt depends on the prompts before it.
+        """
 
 
 @runtime_checkable
@@ -142,6 +146,14 @@ class Branching(Protocol):
 
     def num_nodes(self, k: int) -> int:
         """Return the most draft tokens of a block of k levels."""
+
+
+@runtime_checkable
+class TreeGrower(Protocol):
+    """A drafter that grows trees of its own, from more than the law at each node."""
+
+    def propose_tree(self, context: Int[Tensor, " tokens"], k: int, max_nodes: int) -> Proposal:
+        """Return a tree of certain tokens, at most k levels deep, of at most `max_nodes`; empty for no guess."""
 
 
 @runtime_checkable

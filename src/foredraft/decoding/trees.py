@@ -6,6 +6,7 @@ siblings, renormalised.
 """
 
 import heapq
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw, sample_index
 from foredraft.core.proposal import ROOT, Laws, Proposal
-from foredraft.core.protocols import Answer, Drafter, EmittedProbs
+from foredraft.core.protocols import Answer, Drafter, EmittedProbs, TreeGrower
 from foredraft.decoding.rules import Uniform, acceptance_probability, residual
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class TreeShape:
 
 @final
 class TreeDrafter:
-    """Grows trees from the laws of another drafter.
+    """Grows trees from the laws of another drafter, or lets it grow them if it can; then only the budget counts.
 
     A greedy law gives the most probable children (one-hot guesses); any other law draws them without replacement.
     Which node gets children depends on tokens already in the tree and on the shape; no drawn token is thrown away.
@@ -139,10 +142,15 @@ class TreeDrafter:
         return TreeDrafter(self.drafter.bind(law), self.shape, self.draws)
 
     def num_nodes(self, k: int) -> int:
-        return self.shape.num_nodes(k)
+        return self.shape.max_nodes if isinstance(self.drafter, TreeGrower) else self.shape.num_nodes(k)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         """Return a tree of depth k at most."""
+        if isinstance(self.drafter, TreeGrower):
+            return self.drafter.propose_tree(context, k, self.shape.max_nodes)
+        return self._grown(context, k, generator)
+
+    def _grown(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         tokens: list[int] = []
         laws: list[Tensor] = []
         parents: list[int] = []
@@ -224,7 +232,10 @@ def tree(
     drawn: bool = False,
 ) -> TreeDrafter:
     """Return what `+tree:...` makes of a drafter; `drawn` draws the children instead of taking the most probable."""
-    return TreeDrafter(drafter, TreeShape(max_nodes, width, width_decay, min_relative), drawn)
+    shape = TreeShape(max_nodes, width, width_decay, min_relative)
+    if isinstance(drafter, TreeGrower) and (shape != TreeShape(max_nodes) or drawn):
+        _log.warning("%s grows its trees itself: only max_nodes has an effect on them.", drafter.kind)
+    return TreeDrafter(drafter, shape, drawn)
 
 
 def _path(node: int, parents: Sequence[int]) -> list[int]:

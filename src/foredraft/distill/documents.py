@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import CorpusError
-from foredraft.steps import TextSettings
 from foredraft.trace.adapters import unpacked
 from foredraft.trace.prompts import dataset_rows, jsonl_rows
 
@@ -32,21 +31,47 @@ class Document:
         return self.text or "\n\n".join(str(message["content"]) for message in self.messages)
 
 
-def read_documents(settings: TextSettings) -> list[Document]:
-    """Return the documents of all files, or of the dataset, in order.
+@runtime_checkable
+class TextSource(Protocol):
+    """Where documents come from: files, or a split of a dataset."""
+
+    @property
+    def files(self) -> Sequence[str]: ...
+
+    @property
+    def dataset(self) -> str: ...
+
+    @property
+    def split(self) -> str: ...
+
+
+def read_documents(source: TextSource) -> list[Document]:
+    """Return the documents of all files, or of the dataset, in order; see stream_documents."""
+    return list(stream_documents(source))
+
+
+def stream_documents(source: TextSource) -> Iterator[Document]:
+    """Yield the documents of all files, or of the dataset, in order; one file at a time is held in memory.
 
     Raises:
         CorpusError: a file is missing, or there is no text.
         PromptError: a row is wrong; names the file and the line.
     """
-    if settings.dataset:
-        documents = [_document(row, where) for row, where in dataset_rows(settings.dataset, settings.split)]
-    else:
-        documents = [document for name in settings.files for document in _of_file(name)]
-    documents = [document for document in documents if document.said.strip()]
-    if not documents:
-        raise CorpusError(f"There is no text in {settings.dataset or ', '.join(settings.files)}.")
-    return documents
+    any_yet = False
+    for document in _every(source):
+        if document.said.strip():
+            any_yet = True
+            yield document
+    if not any_yet:
+        raise CorpusError(f"There is no text in {source.dataset or ', '.join(source.files)}.")
+
+
+def _every(source: TextSource) -> Iterator[Document]:
+    if source.dataset:
+        for row, where in dataset_rows(source.dataset, source.split):
+            yield _document(row, where)
+    for name in source.files:
+        yield from _of_file(name)
 
 
 def documents_digest(documents: Sequence[Document]) -> str:

@@ -51,20 +51,32 @@ class Automaton:
 
         What it holds is kept where the context only grew; `grown` says that it did, which saves comparing.
         """
-        if len(context) > len(self.text):
-            larger = Automaton.empty(2 * len(context))
-            self.states, self.edges, self.table = larger.states, larger.edges, larger.table
-            self.counters, self.text = larger.counters, larger.text
+        self._make_room(len(context))
         _follow(self.states, self.edges, self.table, self.counters, self.text, context, grown)
 
     def rows(
-        self, lengths: Int64[np.ndarray, " rows"], tokens: Int64[np.ndarray, "rows k"], row: int, end_row: int
+        self,
+        context: Int64[np.ndarray, " context"],
+        lengths: Int64[np.ndarray, " rows"],
+        tokens: Int64[np.ndarray, "rows k"],
+        end_row: int,
+        grown: bool = False,
     ) -> int:
-        """Write known suffixes, longest first, into rows `row` .. `end_row`: length, and what followed the latest.
+        """Follow `context` and write its known suffixes, longest first, into rows 0 .. `end_row`.
 
-        What is copied runs on into itself at the end of the context. Returns the first row left free.
+        For each its length, and what followed where it occurred last; what is copied runs on into itself at the end
+        of the context. Returns the first row left free.
         """
-        return _rows(self.states, self.counters, self.text, lengths, tokens, row, end_row)
+        self._make_room(len(context))
+        return _followed_rows(
+            self.states, self.edges, self.table, self.counters, self.text, context, grown, lengths, tokens, end_row
+        )
+
+    def _make_room(self, size: int) -> None:
+        if size > len(self.text):
+            larger = Automaton.empty(2 * size)
+            self.states, self.edges, self.table = larger.states, larger.edges, larger.table
+            self.counters, self.text = larger.counters, larger.text
 
 
 @jit
@@ -192,16 +204,20 @@ def _split(
 
 
 @jit
-def _rows(
+def _followed_rows(
     states: np.ndarray,
+    edges: np.ndarray,
+    table: np.ndarray,
     counters: np.ndarray,
     text: np.ndarray,
+    context: np.ndarray,
+    grown: bool,
     lengths: np.ndarray,
     tokens: np.ndarray,
-    row: int,
     end_row: int,
 ) -> int:
-    state, size = states[counters[_NEWEST], _LINK], counters[_SIZE]
+    _follow(states, edges, table, counters, text, context, grown)
+    row, state, size = 0, states[counters[_NEWEST], _LINK], counters[_SIZE]
     while state > 0 and row < end_row:
         end = states[state, _LATEST]
         lengths[row] = states[state, _LENGTH]

@@ -98,6 +98,15 @@ class RequestCache:
                 end_row,
             )
 
+    def copy(self) -> "RequestCache":
+        """Return a cache that holds the same and learns apart from this one."""
+        capacity = len(self._text)
+        twin = RequestCache(self.vocab_size, capacity, self.segment, self.policy)
+        with self._lock:
+            for own, array in zip(twin._arrays(), self._arrays(), strict=True):
+                own[...] = array
+        return twin
+
     def save(self, path: Path, tokenizer_fingerprint: str) -> None:
         """Write the cache into one file, whole or not at all."""
         with self._lock:

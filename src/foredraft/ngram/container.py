@@ -21,6 +21,7 @@ from foredraft.core.files import whole_file
 
 MAGIC = b"FDNGRAM\n"
 VERSION = 1
+ANY_FILE = "*.ngram"
 BLOCK_WORDS = 1 << 13
 BLOCK_BYTES = 8 * BLOCK_WORDS
 _PREFIX = struct.Struct("<8sIIQ")
@@ -143,8 +144,8 @@ def write_container(
         _pad(file, _ALIGN)
 
 
-def open_container(path: Path, kind: str) -> Container:
-    """Map a file; blocks are checked when they are first touched, or all by `.verify()`.
+def open_container(path: Path, kind: str = "") -> Container:
+    """Map a file, of any kind unless one is given; blocks are checked when first touched, or all by `.verify()`.
 
     Raises:
         CheckpointError: no such file, another kind, a newer version, truncated, or damaged in its header.
@@ -159,7 +160,7 @@ def open_container(path: Path, kind: str) -> Container:
         container = _map_arrays(path, data, header, after)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a header that makes no sense ({error}). Build it again.") from error
-    if container.kind != kind:
+    if kind not in ("", container.kind):
         raise CheckpointError(f"{path} holds a {container.kind!r}, not a {kind!r}.")
     return container
 

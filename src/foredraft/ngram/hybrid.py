@@ -1,17 +1,20 @@
 """Hybrids of an n-gram drafter and a neural one: one mixed law, or n-gram first and neural when it has nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from foredraft.core.errors import UserError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, TraceError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw, sample_index
+from foredraft.core.own_law import bound_for
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import Answer, Drafter, EmittedProbs
+from foredraft.core.protocols import Answer, Drafter, EmittedProbs, Observer
 from foredraft.ngram.law import NgramLaw
+from foredraft.trace.store import Trace, open_trace
 
 _FIT_STEPS = 101
 
@@ -110,6 +113,69 @@ def fitted_shares(
     return tuple(shares)
 
 
+def shares_on(trace: Trace, ngram: NgramLaw, neural: Drafter, answers: int) -> tuple[float, ...]:
+    """Return the shares that a trace's target accepts most, on answers drawn by their hash; 0 takes all.
+
+    Raises:
+        TraceError: the trace is greedy, where a share decides nothing but who is argmax, or holds no answers.
+    """
+    if trace.info.law.is_greedy:
+        raise TraceError(f"{trace.path} is greedy: fit a mixture on a trace that was written at a temperature.")
+    rows = [row for row in (trace.sample(answers) if answers else trace.rows(tops=False)) if len(row.answer_ids)]
+    if not rows:
+        raise TraceError(f"{trace.path} holds no answers: collect some before fitting a mixture to them.")
+    texts = [Answer(torch.cat([row.prompt_ids, row.answer_ids]), len(row.prompt_ids)) for row in rows]
+    ours, theirs = bound_for(ngram, trace.info.law), bound_for(neural, trace.info.law)
+    return fitted_shares(
+        torch.cat([emitted.probs for emitted in ours.replay(texts, 1)]),
+        torch.cat([emitted.probs.reshape(-1) for emitted in theirs.replay(texts, 1)]),
+        torch.cat([row.logprobs.exp() for row in rows]),
+        torch.cat([ngram.matched(text) for text in texts]),
+        ngram.counts.order,
+    )
+
+
+def mixture(
+    drafter: Drafter,
+    load: Callable[[str], Drafter],
+    ngram: str = "",
+    share: float = 0.2,
+    shares: str = "",
+    fit: str = "",
+    answers: int = 48,
+) -> Mixture:
+    """Return what `+mixture:ngram=DRAFT,...` makes of a drafter: its law and that of n-gram counts, as one.
+
+    Args:
+        ngram: A checkpoint of kind ngram-law.
+        share: lambda, whatever the match.
+        shares: lambda by match length instead, from 0 on: 0/0.1/0.3/0.5.
+        fit: A training trace to fit the shares on instead, and `answers` of it.
+
+    Raises:
+        UserError: no n-gram law is named, or several ways of setting lambda are.
+        CapabilityError: it is another kind of draft, which has no law to mix.
+    """
+    if not ngram:
+        raise UserError("A mixture needs ngram=DRAFT, a checkpoint of kind ngram-law (foredraft build-ngram).")
+    law = load(ngram)
+    if not isinstance(law, NgramLaw):
+        raise CapabilityError(f"{ngram} is of kind {law.kind}, whose guesses have no law to mix: name an ngram-law.")
+    _require_same_vocabulary(law, drafter)
+    if shares and fit:
+        raise UserError("Give a mixture either shares or a trace to fit them on.")
+    if fit:
+        return Mixture(law, drafter, shares_on(open_trace(Path(fit)), law, drafter, answers))
+    return Mixture(law, drafter, _read_shares(shares) if shares else (share,) * (law.counts.order + 1))
+
+
+def _read_shares(written: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in written.split("/"))
+    except ValueError as error:
+        raise UserError(f"shares are numbers with / between them, such as 0/0.1/0.3, not {written!r}.") from error
+
+
 @dataclass(frozen=True, slots=True)
 class FirstGuess:
     """Proposes what the first drafter offers, and the second's block where the first has no guess."""
@@ -155,6 +221,22 @@ class FirstGuess:
                 EmittedProbs(torch.where(known, our_probs, their_probs), torch.where(known, our_guesses, their_guesses))
             )
         return joined
+
+
+def first_guess(drafter: Drafter, load: Callable[[str], Drafter], first: str = "") -> FirstGuess:
+    """Return what `+first-guess:first=DRAFTER` makes of a drafter: it drafts where the first has nothing.
+
+    Raises:
+        UserError: no first drafter is named.
+        CapabilityError: one of the two learns from its blocks: it would not hear of the other's.
+    """
+    if not first:
+        raise UserError("first-guess needs first=DRAFTER, a folder or a kind such as prompt-lookup.")
+    pair = FirstGuess(load(first), drafter)
+    for part in (pair.first, pair.second):
+        if isinstance(part, Observer):
+            raise CapabilityError(f"A drafter of kind {part.kind} learns from its own blocks: it cannot share them.")
+    return pair
 
 
 def _by_block_start(emitted: EmittedProbs, k: int) -> tuple[Float[Tensor, "answer k"], Bool[Tensor, "answer k"]]:

@@ -3,6 +3,7 @@
 A shard is one file; shards built by independent processes are opened together and merged at query time.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,13 @@ class SuffixIndex:
     Attributes:
         depth: Longest match, in tokens.
         num_tokens: Tokens of the corpus, separators left out.
+        weight: What an occurrence in it counts, beside other shards.
     """
 
     container: Container
     depth: int
     num_tokens: int
+    weight: float
     text: Text
     order: Order
     first: Int64[np.ndarray, " firsts"]
@@ -75,7 +78,12 @@ class SuffixIndex:
 
 
 def build_suffix_index(
-    sequences: Iterable[np.ndarray], vocab_size: int, tokenizer_fingerprint: str, depth: int, path: Path
+    sequences: Iterable[np.ndarray],
+    vocab_size: int,
+    tokenizer_fingerprint: str,
+    depth: int,
+    path: Path,
+    weight: float = 1.0,
 ) -> int:
     """Index token sequences into one file, written whole or not at all; return the number of tokens.
 
@@ -90,7 +98,7 @@ def build_suffix_index(
     text = reversed_text(tokens, bounds, vocab_size, depth)
     order, first = suffix_array(text, vocab_size, depth)
     arrays = [("text", text), ("order", order), ("first", first)]
-    options = {"depth": depth, "num_tokens": len(tokens)}
+    options = {"depth": depth, "num_tokens": len(tokens), "weight": weight}
     write_container(path, KIND, vocab_size, tokenizer_fingerprint, arrays, options)
     return len(tokens)
 
@@ -109,9 +117,11 @@ def open_suffix_index(path: Path, verify: bool = False) -> SuffixIndex:
     text = container.arrays[0] if container.names == _NAMES else np.empty(0, np.uint8)
     order, first = container.array("order", "int32"), container.array("first", "int64")
     depth, num_tokens = int(container.options.get("depth", 0)), int(container.options.get("num_tokens", 0))
+    weight = float(container.options.get("weight", 1.0))
     fits = (
         text.dtype in (np.uint16, np.int32)
         and 0 < depth <= MAX_DEPTH
+        and 0.0 < weight < math.inf
         and 0 < num_tokens <= len(order) == len(text) - padding(depth)
         and len(first) == container.vocab_size + 2
         and int(first[0]) == 0
@@ -120,7 +130,7 @@ def open_suffix_index(path: Path, verify: bool = False) -> SuffixIndex:
     )
     if not fits:
         raise CheckpointError(f"{path} holds an index whose parts do not fit together. Build it again.")
-    return SuffixIndex(container, depth, num_tokens, text, order, first, container.state[0], container.state[1])
+    return SuffixIndex(container, depth, num_tokens, weight, text, order, first, container.state[0], container.state[1])
 
 
 @jit

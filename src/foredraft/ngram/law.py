@@ -16,7 +16,7 @@ from foredraft.core.progress import Progress
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
 from foredraft.ngram.container import open_container, write_container
-from foredraft.ngram.corpus import joined
+from foredraft.ngram.corpus import Meter, joined
 from foredraft.ngram.counts import NAMES, ROOT_NODE, NgramCounts, child_of, count_ngrams, merged, read_counts
 from foredraft.ngram.jit import jit
 from foredraft.steps import NgramStep
@@ -142,8 +142,9 @@ def build_ngram_law(
     """
     tokens, bounds = joined(sequences, vocab_size)
     with progress.task("counting n-grams", float(len(tokens)), "tokens") as task:
+        meter = Meter(task)
         counts = count_ngrams(tokens, bounds, settings.order, settings.min_count)
-        task.advance(float(len(tokens)))
+        meter.advance(len(tokens))
     options = {"smoothing": settings.smoothing}
     manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, training_tokens=len(tokens), options=options)
 

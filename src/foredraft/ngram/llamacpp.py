@@ -44,7 +44,7 @@ def export_lookup_cache(counts: NgramCounts, path: Path, order: int = STATIC_ORD
                 pairs = np.stack([counts.next_token[first:last], counts.next_count[first:last]], axis=1)
                 file.write(key.tobytes() + pairs.astype(np.int32).tobytes())
                 written += 1
-    _log.warning("%s does not say whose vocabulary it holds: use it with the same model only.", path)
+    _log.warning("%s does not say whose vocabulary it holds: use it with the same model only.", path.name)
     return written
 
 
@@ -54,9 +54,12 @@ def import_lookup_cache(path: Path, vocab_size: int) -> NgramCounts:
     Raises:
         CorpusError: the file is empty, cut short, or holds ids outside the vocabulary or counts below one.
     """
-    data = np.frombuffer(path.read_bytes()[: path.stat().st_size // 4 * 4], np.int32)
-    if len(data) == 0 or path.stat().st_size % 4:
-        raise CorpusError(f"{path} is no lookup cache of llama.cpp: it has {path.stat().st_size} bytes.")
+    if not path.is_file():
+        raise CorpusError(f"There is no lookup cache {path}.")
+    raw = path.read_bytes()
+    if len(raw) == 0 or len(raw) % 4:
+        raise CorpusError(f"{path} is no lookup cache of llama.cpp: it has {len(raw)} bytes.")
+    data = np.frombuffer(raw, np.int32)
     contexts, continuations = [], []
     at = 0
     while at < len(data):

@@ -16,7 +16,7 @@ from foredraft.core.errors import CheckpointError, CorpusError
 from foredraft.core.law import GREEDY
 from foredraft.core.progress import Progress
 from foredraft.ngram.container import Container, open_container, write_container
-from foredraft.ngram.corpus import Bounds, Tokens, joined
+from foredraft.ngram.corpus import Bounds, Meter, Tokens, joined
 from foredraft.ngram.jit import jit, pair_hash, signed
 from foredraft.ngram.suffix import SuffixDrafter
 from foredraft.steps import NgramStep
@@ -86,8 +86,9 @@ def build_lookup_table(
     """
     tokens, bounds = joined(sequences, vocab_size)
     with progress.task("tabulating continuations", float(len(tokens)), "tokens") as task:
+        meter = Meter(task)
         arrays = _tabulated(tokens, bounds, settings.key, settings.continuation, settings.min_count)
-        task.advance(float(len(tokens)))
+        meter.advance(len(tokens))
     manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY, training_tokens=len(tokens))
     options = {"key": settings.key, "continuation": settings.continuation}
 

@@ -11,20 +11,20 @@ from jaxtyping import Bool, Float64, Int, Int64
 from torch import Tensor
 
 from foredraft.checkpoint import DraftManifest, read_manifest, write_draft
-from foredraft.core.errors import UserError
+from foredraft.core.errors import CheckpointError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.progress import Progress
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
 from foredraft.ngram.automaton import Automaton
+from foredraft.ngram.container import ANY_FILE
+from foredraft.ngram.corpus import Corpus, Meter, gathered
 from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
-from foredraft.ngram.jit import jit
 from foredraft.ngram.votes import vote_chain, vote_tree
 from foredraft.steps import NgramStep
 
 KIND = "suffix"
 CONTEXT_KIND = "suffix-automaton"
-_SHARDS = "*.ngram"
 _LONGEST_COUNTED = 32
 
 
@@ -95,7 +95,8 @@ class SuffixDrafter:
         self.voting = voting or Voting()
         self._request = Automaton.empty()
         self._powers = self.voting.base ** np.arange(_LONGEST_COUNTED + 1, dtype=np.float64)
-        self._rows = _Rows.empty(self.voting.num_context + len(self.tiers) * self.voting.num_nearest, 8)
+        self._scales = _scales(self.voting, [weight for _, weight in self.tiers])
+        self._rows = _Rows.empty(len(self._scales), 8)
 
     @property
     def num_bytes(self) -> int:
@@ -107,12 +108,12 @@ class SuffixDrafter:
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         return Proposal.certain(torch.from_numpy(self._chain(context.numpy(), k)), self.vocab_size)
 
-    def propose_tree(self, context: Int[Tensor, " tokens"], k: int) -> Proposal:
-        """Return a tree of at most k draft tokens, each certain; parents come before children."""
-        num_rows = self._collect(context.numpy(), k)
-        draft, parents = np.empty(k, np.int64), np.empty(k, np.int64)
-        rows, voting = self._rows, self.voting
-        nodes = vote_tree(rows.weights, rows.tokens, num_rows, voting.doubt, voting.least_confidence, draft, parents)
+    def propose_tree(self, context: Int[Tensor, " tokens"], k: int, max_nodes: int) -> Proposal:
+        """Return a tree of certain tokens, at most k levels deep; see TreeGrower."""
+        self._collect(context.numpy(), k)
+        draft, parents = np.empty(max_nodes if k else 0, np.int64), np.empty(max_nodes if k else 0, np.int64)
+        rows, doubt, least = self._rows, self.voting.doubt, self.voting.least_confidence
+        nodes = vote_tree(rows.lengths, self._scales, self._powers, rows.tokens, doubt, least, draft, parents)
         laws = Laws.one_hot(nodes, self.vocab_size)
         return Proposal(torch.from_numpy(draft[:nodes]), laws, tuple(parents[:nodes].tolist()))
 
@@ -129,25 +130,20 @@ class SuffixDrafter:
         return chain_hits(torch.from_numpy(chains), answer)
 
     def _chain(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> Int64[np.ndarray, " k"]:
-        num_rows = self._collect(context, k, grown)
+        self._collect(context, k, grown)
         draft = np.empty(k, np.int64)
-        rows, voting = self._rows, self.voting
-        length = vote_chain(rows.weights, rows.tokens, num_rows, voting.doubt, voting.least_confidence, draft)
-        return draft[:length]
+        rows, doubt, least = self._rows, self.voting.doubt, self.voting.least_confidence
+        return draft[: vote_chain(rows.lengths, self._scales, self._powers, rows.tokens, doubt, least, draft)]
 
-    def _collect(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> int:
-        """Fill the rows with occurrences and their weights; return how many there are."""
+    def _collect(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> None:
+        """Fill the rows of the request and of each tier, in that order, with occurrences; clear those left over."""
         if self._rows.tokens.shape[1] != k:
             self._rows = _Rows.empty(len(self._rows.lengths), k)
-        rows, voting = self._rows, self.voting
-        self._request.follow(context, grown)
-        row = self._request.rows(rows.lengths, rows.tokens, 0, voting.num_context)
-        _weigh(rows.lengths, rows.weights, self._powers, voting.context_weight, 0, row)
-        for tier, weight in self.tiers:
-            free = tier.rows(context, rows.lengths, rows.tokens, row, row + voting.num_nearest)
-            _weigh(rows.lengths, rows.weights, self._powers, weight, row, free)
-            row = free
-        return row
+        lengths, tokens, end = self._rows.lengths, self._rows.tokens, self.voting.num_context
+        lengths[self._request.rows(context, lengths, tokens, end, grown) : end] = 0
+        for tier, _ in self.tiers:
+            begin, end = end, end + self.voting.num_nearest
+            lengths[tier.rows(context, lengths, tokens, begin, end) : end] = 0
 
 
 def context_drafter(vocab_size: int, **voting: float) -> SuffixDrafter:
@@ -163,23 +159,41 @@ def build_suffix(
     out: Path,
     progress: Progress,
 ) -> DraftManifest:
-    """Index token sequences and write the index as a draft checkpoint; return its manifest.
+    """Index token sequences and write the index as a draft checkpoint; see build_weighted_suffix."""
+    corpus = Corpus("the corpus", 1.0, 0, iter(sequences))
+    return build_weighted_suffix([corpus], vocab_size, settings, manifest, out, progress)
 
-    Holds one shard in memory at a time, so that the corpus may be larger than that.
+
+def build_weighted_suffix(
+    corpora: Sequence[Corpus],
+    vocab_size: int,
+    settings: NgramStep,
+    manifest: DraftManifest,
+    out: Path,
+    progress: Progress,
+) -> DraftManifest:
+    """Index corpora, each with its weight, and write the shards as a draft checkpoint; return its manifest.
+
+    Holds one shard in memory at a time, so that the corpora may be larger than that.
 
     Raises:
-        CorpusError: the corpus is empty or speaks another vocabulary.
+        CorpusError: a corpus is empty or speaks another vocabulary.
         OutputError: `out` holds something else, or the disk is full.
     """
     manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY)
+    fingerprint = manifest.tokenizer_fingerprint
 
     def fill(folder: Path) -> None:
-        for number, shard in enumerate(_shards(sequences, settings.shard_tokens)):
-            size = float(sum(len(sequence) for sequence in shard))
-            path = folder / f"shard-{number:05d}.ngram"
-            with progress.task(f"building suffix shard {number}", size, "tokens") as task:
-                build_suffix_index(shard, vocab_size, manifest.tokenizer_fingerprint, settings.depth, path)
-                task.advance(size)
+        number = 0
+        for corpus in corpora:
+            for shard in _shards(corpus, settings.shard_tokens, progress):
+                size = sum(map(len, shard))
+                path = folder / f"shard-{number:05d}.ngram"
+                with progress.task(f"indexing shard {number} of {corpus.name}", float(size), "tokens") as task:
+                    meter = Meter(task)
+                    build_suffix_index(shard, vocab_size, fingerprint, settings.depth, path, corpus.weight)
+                    meter.advance(size)
+                number += 1
 
     return write_draft(out, manifest, fill)
 
@@ -193,8 +207,11 @@ def load_suffix(path: Path, dtype: str = "auto") -> SuffixDrafter:
         CheckpointError: a file is missing, truncated or damaged.
     """
     manifest = read_manifest(path)
-    shards = [open_suffix_index(file) for file in sorted(path.glob(_SHARDS))]
-    return pooled(shards, manifest.vocab_size, manifest.tokenizer_fingerprint)
+    shards = [open_suffix_index(file) for file in sorted(path.glob(ANY_FILE))]
+    if not shards:
+        raise CheckpointError(f"{path} holds no shard of a suffix index. Build it again.")
+    weights = [shard.weight for shard in shards]
+    return pooled(shards, manifest.vocab_size, manifest.tokenizer_fingerprint, weights)
 
 
 def pooled(
@@ -227,26 +244,31 @@ def chain_hits(chains: Int[Tensor, "answer k"], answer: Answer) -> EmittedProbs:
 @dataclass(frozen=True, slots=True)
 class _Rows:
     lengths: Int64[np.ndarray, " rows"]
-    weights: Float64[np.ndarray, " rows"]
     tokens: Int64[np.ndarray, "rows k"]
 
     @staticmethod
     def empty(num_rows: int, k: int) -> "_Rows":
-        return _Rows(np.empty(num_rows, np.int64), np.empty(num_rows), np.empty((num_rows, k), np.int64))
+        return _Rows(np.empty(num_rows, np.int64), np.empty((num_rows, k), np.int64))
 
 
-def _shards(sequences: Iterable[np.ndarray], shard_tokens: int) -> Iterator[list[np.ndarray]]:
+def _scales(voting: Voting, weights: Sequence[float]) -> Float64[np.ndarray, " rows"]:
+    """Return what a match of length 0 would count in each row."""
+    scales = [voting.context_weight] * voting.num_context
+    for weight in weights:
+        scales += [weight] * voting.num_nearest
+    return np.array(scales, np.float64)
+
+
+def _shards(corpus: Corpus, shard_tokens: int, progress: Progress) -> Iterator[list[np.ndarray]]:
     """Yield lists of sequences of `shard_tokens` together, or one sequence more; the last may be shorter."""
-    shard: list[np.ndarray] = []
-    size, any_yet = 0, False
-    for sequence in sequences:
-        shard.append(sequence)
-        size += len(sequence)
-        if size >= shard_tokens:
-            yield shard
-            shard, size, any_yet = [], 0, True
-    if size or not any_yet:
+    left, any_yet = corpus.tokens, False
+    while True:
+        shard = gathered(corpus.sequences, shard_tokens, left, f"reading {corpus.name}", progress)
+        size = sum(map(len, shard))
+        if size == 0 and any_yet:
+            return
         yield shard
+        left, any_yet = max(left - size, 0), True
 
 
 def _voting(options: dict[str, float]) -> Voting:
@@ -254,9 +276,3 @@ def _voting(options: dict[str, float]) -> Voting:
     if unknown:
         raise UserError(f"Unknown option {min(unknown)!r} of {CONTEXT_KIND}. Known: {', '.join(Voting.__slots__)}.")
     return Voting(**options)  # type: ignore[arg-type]
-
-
-@jit
-def _weigh(lengths: np.ndarray, weights: np.ndarray, powers: np.ndarray, weight: float, row: int, end_row: int) -> None:
-    for index in range(row, end_row):
-        weights[index] = weight * powers[min(lengths[index], len(powers) - 1)]

@@ -15,7 +15,7 @@ from foredraft.core.progress import Progress
 from foredraft.core.proposal import Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
 from foredraft.ngram.container import open_container, write_container
-from foredraft.ngram.corpus import joined
+from foredraft.ngram.corpus import Meter, joined
 from foredraft.ngram.counts import NAMES, ROOT_NODE, NgramCounts, count_ngrams, longest_context, read_counts
 from foredraft.ngram.jit import jit
 from foredraft.steps import NgramStep
@@ -81,9 +81,15 @@ def build_ngram_table(
     """
     tokens, bounds = joined(sequences, vocab_size)
     with progress.task("counting n-grams", float(len(tokens)), "tokens") as task:
+        meter = Meter(task)
         counts = count_ngrams(tokens, bounds, settings.order, settings.min_count)
-        task.advance(float(len(tokens)))
-    manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY, training_tokens=len(tokens))
+        meter.advance(len(tokens))
+    return write_ngram_table(counts, vocab_size, replace(manifest, training_tokens=len(tokens)), out)
+
+
+def write_ngram_table(counts: NgramCounts, vocab_size: int, manifest: DraftManifest, out: Path) -> DraftManifest:
+    """Write counts as a draft checkpoint; return its manifest."""
+    manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY)
 
     def fill(folder: Path) -> None:
         write_container(
@@ -92,7 +98,7 @@ def build_ngram_table(
             vocab_size,
             manifest.tokenizer_fingerprint,
             list(zip(NAMES, counts.arrays, strict=True)),
-            {"order": settings.order},
+            {"order": counts.order},
         )
 
     return write_draft(out, manifest, fill)

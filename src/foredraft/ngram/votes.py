@@ -1,7 +1,8 @@
 """From occurrences to a draft: each earlier occurrence votes for the tokens that followed it.
 
-An occurrence is a row: the length of its match with the context, a weight, and the tokens that followed. A token's
-share of the votes, with an abstention `doubt` added to the total, is the confidence of that branch.
+An occurrence is a row: the length of its match with the context, and the tokens that followed; a row of length 0 has
+no vote. A row counts `scale` * base**length votes. A token's share of the votes, with an abstention `doubt` added to
+the total, is the confidence of that branch.
 """
 
 import numpy as np
@@ -14,9 +15,10 @@ ROOT = -1
 
 @jit
 def vote_chain(
-    weights: Float64[np.ndarray, " rows"],
+    lengths: Int64[np.ndarray, " rows"],
+    scales: Float64[np.ndarray, " rows"],
+    powers: Float64[np.ndarray, " longest"],
     tokens: Int64[np.ndarray, "rows k"],
-    num_rows: int,
     doubt: float,
     least_confidence: float,
     draft: Int64[np.ndarray, " k"],
@@ -25,24 +27,27 @@ def vote_chain(
 
     Rows that disagree with a token drop out of the vote on those behind it. Ends where no row has a token, or
     where the confidence of the whole chain would fall below `least_confidence`.
+
+    Args:
+        powers: base**length, for lengths from 0 up to the longest that counts for more.
     """
-    agrees = np.ones(num_rows, np.bool_)
-    candidates, votes = np.empty(num_rows, np.int64), np.empty(num_rows)
-    confidence = 1.0
+    rows, weights = _voters(lengths, scales, powers)
+    candidates, votes = np.empty(len(rows), np.int64), np.empty(len(rows))
+    num_rows, confidence = len(rows), 1.0
     for offset in range(len(draft)):
         num_candidates, total, best = 0, 0.0, 0
-        for row in range(num_rows):
-            token = tokens[row, offset]
-            if not agrees[row] or token < 0:
+        for index in range(num_rows):
+            token = tokens[rows[index], offset]
+            if token < 0:
                 continue
-            total += weights[row]
+            total += weights[index]
             candidate = 0
             while candidate < num_candidates and candidates[candidate] != token:
                 candidate += 1
             if candidate == num_candidates:
                 candidates[candidate], votes[candidate] = token, 0.0
                 num_candidates += 1
-            votes[candidate] += weights[row]
+            votes[candidate] += weights[index]
             if votes[candidate] > votes[best]:
                 best = candidate
         if num_candidates == 0:
@@ -51,16 +56,21 @@ def vote_chain(
         if confidence < least_confidence:
             return offset
         draft[offset] = candidates[best]
-        for row in range(num_rows):
-            agrees[row] &= tokens[row, offset] == candidates[best]
+        kept = 0
+        for index in range(num_rows):
+            if tokens[rows[index], offset] == candidates[best]:
+                rows[kept], weights[kept] = rows[index], weights[index]
+                kept += 1
+        num_rows = kept
     return len(draft)
 
 
 @jit
 def vote_tree(
-    weights: Float64[np.ndarray, " rows"],
+    lengths: Int64[np.ndarray, " rows"],
+    scales: Float64[np.ndarray, " rows"],
+    powers: Float64[np.ndarray, " longest"],
     tokens: Int64[np.ndarray, "rows k"],
-    num_rows: int,
     doubt: float,
     least_confidence: float,
     draft: Int64[np.ndarray, " nodes"],
@@ -70,6 +80,8 @@ def vote_tree(
 
     Grows by the open branch with the largest confidence, the product of its shares from the root.
     """
+    rows, weights = _voters(lengths, scales, powers)
+    num_rows = len(rows)
     most = (len(draft) + 1) * num_rows
     branch_token, branch_parent, branch_confidence = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most)
     branch_rows = np.zeros((most, num_rows), np.bool_)
@@ -78,19 +90,20 @@ def vote_tree(
     num_branches, node, confidence, nodes, offset = 0, ROOT, 1.0, 0, 0
     while True:
         opened, total = num_branches, 0.0
-        for row in range(num_rows):
-            if not alive[row] or offset >= tokens.shape[1] or tokens[row, offset] < 0:
+        for index in range(num_rows):
+            if not alive[index] or offset >= tokens.shape[1] or tokens[rows[index], offset] < 0:
                 continue
-            total += weights[row]
+            token = tokens[rows[index], offset]
+            total += weights[index]
             branch = opened
-            while branch < num_branches and branch_token[branch] != tokens[row, offset]:
+            while branch < num_branches and branch_token[branch] != token:
                 branch += 1
             if branch == num_branches:
-                branch_token[branch], branch_parent[branch] = tokens[row, offset], node
+                branch_token[branch], branch_parent[branch] = token, node
                 branch_confidence[branch] = 0.0
                 num_branches += 1
-            branch_confidence[branch] += weights[row]
-            branch_rows[branch, row] = True
+            branch_confidence[branch] += weights[index]
+            branch_rows[branch, index] = True
         for branch in range(opened, num_branches):
             branch_confidence[branch] *= confidence / (total + doubt)
         if num_branches == 0 or nodes == len(draft):
@@ -104,3 +117,17 @@ def vote_tree(
         offset = 1 if branch_parent[best] == ROOT else depth[branch_parent[best]] + 1
         depth[nodes], node, alive = offset, nodes, branch_rows[best]
         nodes += 1
+
+
+@jit
+def _voters(
+    lengths: np.ndarray, scales: np.ndarray, powers: np.ndarray
+) -> tuple[Int64[np.ndarray, " voters"], Float64[np.ndarray, " voters"]]:
+    """Return the rows that have a vote, and how much each counts."""
+    rows, weights = np.empty(len(lengths), np.int64), np.empty(len(lengths))
+    found = 0
+    for row in range(len(lengths)):
+        if lengths[row] > 0:
+            rows[found], weights[found] = row, scales[row] * powers[min(lengths[row], len(powers) - 1)]
+            found += 1
+    return rows[:found], weights[:found]
