@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from foredraft.core.bits import checked_plan
 from foredraft.settings import LawSettings, Settings
 
 
@@ -328,14 +329,29 @@ class PruneStep(Settings):
     layers: int = Field(1, ge=1, description="Number of layers to remove.")
     by: Literal["block-influence", "last"] = Field("block-influence", description="Which layers go first.")
 
+    @property
+    def measures(self) -> bool:
+        """Whether answers of the target decide what goes."""
+        return self.by != "last"
+
 
 class QuantizeStep(Settings):
     """Round a draft's weights."""
 
-    bits: Literal[8] = Field(8, description="Bits of each body weight; one scale a row.")
+    bits: Annotated[Any, AfterValidator(checked_plan)] = Field(
+        8,
+        description="4 or 8 for the body; chapter; or patterns of units with bits, the first that matches decides: "
+        "{head: 4, layers.*.down: 8, layers.*: 4/64}. What none matches keeps its weights, the embedding always.",
+    )
+    group: int = Field(32, ge=0, description="Inputs that share a scale in 4 bits; 8 bits have one scale a row.")
+    method: Literal["nearest", "gptq"] = Field(
+        "nearest", description="gptq makes up for each rounding in the weights behind it, on the target's answers."
+    )
+    calibration: int = Field(16, ge=1, description="gptq: answers that the draft's inputs are taken from.")
     activation_bits: Literal[8, 16] = Field(
         16, description="Bits of what each layer reads; 8 is the form that vLLM runs on CPUs, and accepted less."
     )
+    plain: Literal["keep", "bfloat16"] = Field("keep", description="How weights that are not rounded are stored.")
 
 
 class NgramStep(Settings):
