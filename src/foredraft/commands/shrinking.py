@@ -65,9 +65,12 @@ def quantize(
 
 @app.command(
     epilog="""
-Example:
+Examples:
 
-    foredraft prune draft --target my-model --trace trace --set layers=2 --out draft-4
+    foredraft prune draft --target my-model --trace trace --set layers=2 --set by=acceptance --out draft-4
+
+    foredraft prune draft --target my-model --trace trace --set ffn=1024 --set runtime=llama.cpp --set heal=linear
+    --out draft-narrow
 """
 )
 def prune(
@@ -80,7 +83,7 @@ def prune(
     adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
-    """Cut layers out of a draft. Heal it afterwards with `foredraft distill --draft`."""
+    """Cut layers, widths or head rows out of a draft. Heal it afterwards with `foredraft distill --draft`."""
     from foredraft import compressing
     from foredraft.commands.common import print_draft
     from foredraft.recipe import settings_from
@@ -89,3 +92,59 @@ def prune(
     step = settings_from(PruneStep, overrides)
     loaded = named_target(target, dtype, adapter)
     print_draft(out, compressing.prune_draft(draft, loaded, opened_traces(traces), step, out), as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft sensitivity draft --target my-model --trace trace --set probes=10
+"""
+)
+def sensitivity(
+    draft: DraftFolder,
+    target: TargetName,
+    traces: Traces,
+    overrides: Overrides,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+) -> None:
+    """Show how much of a draft's acceptance hangs on each of its parts."""
+    from foredraft import compressing
+    from foredraft.compress_tables import sensitivity_table
+    from foredraft.recipe import settings_from
+    from foredraft.steps import SensitivitySettings
+
+    settings = settings_from(SensitivitySettings, overrides)
+    found = compressing.draft_sensitivity(draft, named_target(target, dtype, adapter), opened_traces(traces), settings)
+    print_figures(found, sensitivity_table(found, settings.by), as_json)
+
+
+@app.command(
+    epilog="""
+Example:
+
+    foredraft compress draft --target my-model --trace trace --set megabytes=40 --set hardware=desktop-cpu --out small
+"""
+)
+def compress(
+    draft: DraftFolder,
+    target: TargetName,
+    traces: Traces,
+    out: Out,
+    overrides: Overrides,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+) -> None:
+    """Search bits, layers and draft length together for the largest predicted speedup within a budget."""
+    from foredraft import searching
+    from foredraft.compress_tables import front_table
+    from foredraft.recipe import settings_from
+    from foredraft.steps import CompressSettings
+
+    settings = settings_from(CompressSettings, overrides)
+    loaded = named_target(target, dtype, adapter)
+    found = searching.compress_draft(draft, loaded, opened_traces(traces), settings, out)
+    print_figures(found, front_table(found), as_json)
