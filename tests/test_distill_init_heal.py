@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foredraft.core.errors import ModelError
 from foredraft.core.protocols import Answer
-from foredraft.distill.init.calibration import Batch, calibration_batches
 from foredraft.distill.init.heal import heal_linear
 from foredraft.distill.init.width import narrow
 from foredraft.distill.init.widths import Widths
+from foredraft.models.calibration import Batch, calibration_batches
 from foredraft.models.layers import keep_layers, layer_stack
 from tests.tiny import tiny_model
 

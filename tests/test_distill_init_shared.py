@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foredraft import trainings, verbs
+from foredraft import compressing, trainings, verbs
 from foredraft.checkpoint import read_manifest
 from foredraft.core.errors import ModelError
 from foredraft.distill.data import read_groups
@@ -112,7 +112,7 @@ def test_cutting_a_shared_draft_ends_the_sharing(tmp_path: Path) -> None:
     target = tiny_target()
     traces = [written_trace(tmp_path / "t", target.model, 4)]
     verbs.init_draft(target, traces, InitStep(layers="0,1,3", share_rank=4), tmp_path / "a")
-    verbs.prune_draft(tmp_path / "a", target, traces, PruneStep(), tmp_path / "b")
+    compressing.prune_draft(tmp_path / "a", target, traces, PruneStep(), tmp_path / "b")
     assert "shared" not in read_manifest(tmp_path / "b").options
     trainings.distill_draft(tmp_path / "b", target, traces, DistillStep(tokens=40), tmp_path / "c")
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from foredraft.core.errors import ModelError, RecipeError, UserError
 from foredraft.core.protocols import Answer
-from foredraft.distill.init.calibration import Batch, calibration_batches, watch
 from foredraft.distill.init.width import Importance, narrow
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
+from foredraft.models.calibration import Batch, calibration_batches, watch
 from foredraft.models.layers import layer_stack
 from tests.tiny import tiny_model
 

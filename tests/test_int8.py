@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.compress.prune import prune_layers
-from foredraft.compress.quantize import quantize_int8, round_rows
+from foredraft.compress.quantize import quantize_int8, unit_sizes
+from foredraft.compress.rounding import round_rows
 from foredraft.core.errors import ModelError
 from foredraft.core.law import GREEDY
 from foredraft.core.protocols import Answer
 from foredraft.models.causal_lm import CausalLMDrafter
+from foredraft.models.compressed import is_compressed
 from foredraft.models.draft import Draft
-from foredraft.models.int8 import Int8Linear, body_linears, has_int8_body
+from foredraft.models.int8 import Int8Linear, body_linears
 from foredraft.models.loading import load_model
+from foredraft.models.packed import PackedLinear
+from tests.rounded import CASES as MIXED_CASES
+from tests.rounded import quantized, reference
 from tests.tiny import tiny_model
 
 TOKENS = torch.arange(3, 40)
@@ -36,7 +42,7 @@ torch.set_num_threads(1)
 for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
-    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.int8, dtypes
+    assert "mixed" in folder or dtypes["model.layers.0.mlp.up_proj.weight"] == torch.int8, dtypes
     with torch.no_grad():
         save_file({"logits": model(torch.arange(3, 40)[None]).logits}, folder + "/stock-logits.safetensors")
 """
@@ -164,13 +170,42 @@ def test_a_quantized_model_follows_its_dequantised_reference(bits: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def every_folder(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """One quantized draft a case, with the logits that stock transformers gives in a process of its own."""
     made = [tmp_path_factory.mktemp("int8") / "-".join(map(str, case)) for case in CASES]
     for folder, (family, tied, bits) in zip(made, CASES, strict=True):
         quantize_int8(Draft(tiny_model(family=family, tied=tied)), bits).model.save_pretrained(folder)
+    mixed = [tmp_path_factory.mktemp("mixed") / str(index) for index in range(len(MIXED_CASES))]
+    for folder, case in zip(mixed, MIXED_CASES, strict=True):
+        quantized(*case).model.save_pretrained(folder)
+    made += mixed
     subprocess.run([sys.executable, "-c", STOCK, *map(str, made)], check=True, capture_output=True, timeout=110)
     return made
+
+
+@pytest.fixture(scope="module")
+def folders(every_folder: list[Path]) -> list[Path]:
+    return every_folder[: len(CASES)]
+
+
+@pytest.fixture(scope="module")
+def mixed_folders(every_folder: list[Path]) -> list[Path]:
+    return every_folder[len(CASES) :]
+
+
+def test_stock_transformers_computes_what_the_integers_of_mixed_formats_stand_for(mixed_folders: list[Path]) -> None:
+    for folder, case in zip(mixed_folders, MIXED_CASES, strict=True):
+        stock = load_file(folder / "stock-logits.safetensors")["logits"]
+        assert torch.allclose(stock, logits(reference(*case)), atol=1e-4), case
+
+
+def test_saving_and_loading_mixed_formats_is_the_identity(mixed_folders: list[Path]) -> None:
+    for folder, case in zip(mixed_folders, MIXED_CASES, strict=True):
+        loaded, made = load_model(folder, "float32"), quantized(*case).model
+        assert torch.equal(logits(loaded), logits(made)), case
+        assert unit_sizes(loaded) == unit_sizes(made)
+        tied = loaded.lm_head is not None and not isinstance(loaded.lm_head, PackedLinear)
+        assert not tied or loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 def test_stock_transformers_computes_the_dequantised_reference(folders: list[Path]) -> None:
@@ -251,10 +286,22 @@ def test_a_file_that_does_not_match_its_configuration_is_refused(
         load_model(tmp_path, "float32")
 
 
-def test_only_our_own_layout_is_read_as_integers(folders: list[Path], tiny_target_folder: Path, tmp_path: Path) -> None:
-    assert has_int8_body(folders[0])
-    assert not has_int8_body(tiny_target_folder)
+def test_folders_that_name_all_linear_layers_still_load(folders: list[Path], tmp_path: Path) -> None:
+    """As version 0.1.0 wrote them before units had formats of their own."""
+    shutil.copytree(folders[0], tmp_path / "old")
     config = json.loads((folders[0] / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["body"]["weights"]["num_bits"] = 4
+    plan = config["quantization_config"]
+    group = plan["config_groups"].pop("int8")
+    plan |= {"config_groups": {"body": group | {"targets": ["Linear"]}}, "ignore": ["lm_head"]}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    assert is_compressed(tmp_path / "old")
+    assert torch.equal(logits(load_model(tmp_path / "old", "float32")), logits(load_model(folders[0], "float32")))
+
+
+def test_only_our_own_layout_is_read_as_integers(folders: list[Path], tiny_target_folder: Path, tmp_path: Path) -> None:
+    assert is_compressed(folders[0])
+    assert not is_compressed(tiny_target_folder)
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["int8"]["weights"]["num_bits"] = 4
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not has_int8_body(tmp_path)
+    assert not is_compressed(tmp_path)

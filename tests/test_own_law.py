@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from foredraft import drafters, verbs
+from foredraft import compressing, drafters, verbs
 from foredraft.acceptance.evaluate import score
 from foredraft.acceptance.fitting import FittedLaw, fit_law
 from foredraft.acceptance.intervals import Interval, PairedDifference
@@ -151,7 +151,7 @@ def test_there_is_nothing_to_fit_under_greedy_targets_or_to_certain_guesses(
 def test_a_law_outlives_a_wider_head_and_not_new_weights(fitted: Path, target: LocalTarget, tmp_path: Path) -> None:
     kept = verbs.set_head(fitted, target, HeadStep(), tmp_path / "head")
     assert kept.options["own_laws"] == read_manifest(fitted).options["own_laws"]
-    gone = verbs.quantize_draft(fitted, target, QuantizeStep(), tmp_path / "int8")
+    gone = compressing.quantize_draft(fitted, target, (), QuantizeStep(), tmp_path / "int8")
     assert "own_laws" not in gone.options
     assert gone.law == PLAIN
 

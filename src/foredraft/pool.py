@@ -9,7 +9,7 @@ from typing import Any, final
 
 import yaml
 
-from foredraft import drafters, trainings, verbs
+from foredraft import compressing, drafters, trainings, verbs
 from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.catalog import resolve
@@ -240,8 +240,8 @@ class _Run:
                 progress,
             ),
             "meta": lambda out: trainings.meta_draft(source, self.target, train, settings, out, progress),
-            "prune": lambda out: verbs.prune_draft(source, self.target, train, settings, out),
-            "quantize": lambda out: verbs.quantize_draft(source, self.target, settings, out),
+            "prune": lambda out: compressing.prune_draft(source, self.target, train, settings, out),
+            "quantize": lambda out: compressing.quantize_draft(source, self.target, train, settings, out),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }

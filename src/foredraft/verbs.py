@@ -11,8 +11,6 @@ import numpy as np
 from foredraft.acceptance.fitting import FittedLaw, fit_law
 from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
-from foredraft.compress.prune import prune_layers
-from foredraft.compress.quantize import quantize_int8
 from foredraft.core.errors import UnknownNameError, UserError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
@@ -35,14 +33,10 @@ from foredraft.steps import (
     InitStep,
     LawStep,
     NgramStep,
-    PruneStep,
-    QuantizeStep,
     Step,
 )
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace
-
-_CALIBRATION_ANSWERS = 32
 
 
 def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
@@ -54,21 +48,6 @@ def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out
     manifest = extended(blank_manifest(target, "causal-lm"), "init", step)
     manifest = replace(manifest, options={**manifest.options, **built.options})
     return save_draft(Draft(built.model, head), out, manifest, target.tokenizer)
-
-
-def prune_draft(
-    source: Path, target: LocalTarget, traces: Sequence[Trace], step: PruneStep, out: Path
-) -> DraftManifest:
-    """Cut layers out of a draft, those that change their input least first."""
-    sample = [answer for trace in traces for answer in islice(trace.answers(), _CALIBRATION_ANSWERS)]
-    draft = prune_layers(load_draft(source, "float32"), step.layers, step.by, sample)
-    return save_draft(draft, out, extended(manifest_for(source, target), "prune", step), target.tokenizer)
-
-
-def quantize_draft(source: Path, target: LocalTarget, step: QuantizeStep, out: Path) -> DraftManifest:
-    """Round the weights of a draft's body to 8 bits, one scale a row."""
-    draft = quantize_int8(load_draft(source, "float32"), step.activation_bits)
-    return save_draft(draft, out, extended(manifest_for(source, target), "quantize", step), target.tokenizer)
 
 
 def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> DraftManifest:
@@ -127,7 +106,9 @@ def learns(step: Step) -> bool:
         case "init":
             return step.settings.vocab > 0 or step.settings.measures
         case "prune":
-            return step.settings.by == "block-influence"
+            return step.settings.measures
+        case "quantize":
+            return step.settings.method == "gptq"
         case "law":
             return step.settings.is_fitted
         case verb:

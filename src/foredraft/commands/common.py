@@ -90,9 +90,12 @@ def fail_with(missed: list[str]) -> None:
         raise typer.Exit(1)
 
 
+def draft_figures(out: Path, manifest: "DraftManifest") -> dict[str, Any]:
+    return {"draft": str(out), "kind": manifest.kind, "digest": manifest.digest, "target": manifest.target}
+
+
 def print_draft(out: Path, manifest: "DraftManifest", as_json: bool) -> None:
-    figures = {"draft": str(out), "kind": manifest.kind, "digest": manifest.digest, "target": manifest.target}
-    print_figures(figures, f"{manifest.kind} draft for {manifest.target}: {out}", as_json)
+    print_figures(draft_figures(out, manifest), f"{manifest.kind} draft for {manifest.target}: {out}", as_json)
 
 
 def print_adapted(out: Path, manifest: "DraftManifest", as_json: bool) -> None:

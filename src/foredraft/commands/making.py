@@ -1,4 +1,4 @@
-"""Commands that make things without training: traces, drafters without a model, smaller drafts."""
+"""Commands that make things without training: traces, drafters without a model, laws of drafts."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,6 @@ from foredraft.commands.common import (
     Out,
     Overrides,
     TargetName,
-    Traces,
     Trust,
     named_target,
     opened_traces,
@@ -104,58 +103,6 @@ def collect(
     figures |= {"trace": str(out), "law": str(law), "answers": info.num_rows, "tokens": info.num_tokens}
     said = f"{info.num_rows} answers, {info.num_tokens:,} tokens, {law}: {out}\n{sentence}".strip()
     print_figures(figures, said, as_json)
-
-
-@app.command(
-    epilog="""
-Example:
-
-    foredraft quantize draft --target my-model --out draft-int8
-"""
-)
-def quantize(
-    draft: DraftFolder,
-    target: TargetName,
-    out: Out,
-    overrides: Overrides,
-    dtype: Dtype = "auto",
-    adapter: Adapter = "",
-    as_json: Json = False,
-) -> None:
-    """Round a draft's weights to 8 bits."""
-    from foredraft import verbs
-    from foredraft.recipe import settings_from
-    from foredraft.steps import QuantizeStep
-
-    step = settings_from(QuantizeStep, overrides)
-    print_draft(out, verbs.quantize_draft(draft, named_target(target, dtype, adapter), step, out), as_json)
-
-
-@app.command(
-    epilog="""
-Example:
-
-    foredraft prune draft --target my-model --trace trace --set layers=2 --out draft-4
-"""
-)
-def prune(
-    draft: DraftFolder,
-    target: TargetName,
-    traces: Traces,
-    out: Out,
-    overrides: Overrides,
-    dtype: Dtype = "auto",
-    adapter: Adapter = "",
-    as_json: Json = False,
-) -> None:
-    """Cut layers out of a draft. Heal it afterwards with `foredraft distill --draft`."""
-    from foredraft import verbs
-    from foredraft.recipe import settings_from
-    from foredraft.steps import PruneStep
-
-    step = settings_from(PruneStep, overrides)
-    loaded = named_target(target, dtype, adapter)
-    print_draft(out, verbs.prune_draft(draft, loaded, opened_traces(traces), step, out), as_json)
 
 
 @app.command(

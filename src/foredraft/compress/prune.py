@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
+from foredraft.compress.probe import Bench, Probe
 from foredraft.core.errors import UserError
 from foredraft.core.protocols import Answer
 from foredraft.models.draft import Draft
@@ -18,16 +19,28 @@ from foredraft.models.layers import keep_layers, layer_stack
 def prune_layers(
     draft: Draft, count: int, by: Literal["block-influence", "last"], calibration: Sequence[Answer]
 ) -> Draft:
-    """Return the draft without `count` of its layers; the first and the last layer always stay.
+    """Return the draft without `count` of its layers; see layers_to_keep. The draft given is left as it was."""
+    return Draft(keep_layers(draft.model, layers_to_keep(draft, count, by, calibration)), draft.head_token_ids)
 
-    The draft given is left as it was.
+
+def layers_to_keep(
+    draft: Draft,
+    count: int,
+    by: Literal["acceptance", "block-influence", "last"],
+    calibration: Sequence[Answer] = (),
+    bench: Bench | None = None,
+    k: int = 4,
+) -> list[int]:
+    """Return the layers that stay where `count` of them go, increasing; the first and the last always stay.
 
     Args:
         draft: Of at least `count` + 2 layers.
         count: Layers to cut, >= 1.
-        by: block-influence cuts, one at a time, the layer that changes its input least; last cuts the
-            layers just before the last one.
+        by: acceptance cuts, one at a time, the layer whose loss costs the fewest mean_tokens_per_call; block-influence
+            the one that changes its input least; last the layers just before the last one.
         calibration: Answers of the target on which block influence is measured.
+        bench: What acceptance is measured on.
+        k: Draft length at which it is measured.
 
     Raises:
         UserError: nothing would be left between the first and the last layer, or nothing to measure on.
@@ -41,12 +54,19 @@ def prune_layers(
     kept = list(range(num_layers))
     if by == "last":
         del kept[-1 - count : -1]
-    elif not calibration:
+    elif by == "acceptance" and bench is None:
+        raise UserError("Acceptance is measured on answers of the target, and none was given: collect a trace.")
+    elif by == "block-influence" and not calibration:
         raise UserError("Block influence is measured on answers of the target, and none was given: collect a trace.")
     while len(kept) > num_layers - count:
-        view = keep_layers(draft.model, kept, shared=list(draft.model.parameters()))
-        kept.pop(1 + int(block_influence(view, calibration)[1:-1].argmin()))
-    return Draft(keep_layers(draft.model, kept), draft.head_token_ids)
+        view = Draft(keep_layers(draft.model, kept, shared=list(draft.model.parameters())), draft.head_token_ids)
+        if by == "acceptance" and bench is not None:
+            probe = Probe(view, bench)
+            worth = [probe.report_without(layer).mean_tokens_per_call(k) for layer in range(1, len(kept) - 1)]
+            kept.pop(1 + max(range(len(worth)), key=worth.__getitem__))
+        else:
+            kept.pop(1 + int(block_influence(view.model, calibration)[1:-1].argmin()))
+    return kept
 
 
 @torch.no_grad()

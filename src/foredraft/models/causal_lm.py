@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from foredraft.checkpoint import MANIFEST, read_manifest
 from foredraft.core.errors import CapabilityError
@@ -25,7 +24,7 @@ from foredraft.models.batch_session import BatchSession
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
 from foredraft.models.loading import max_context
-from foredraft.models.passes import pass_facts
+from foredraft.models.passes import end_addresses, pass_facts, stored_weights
 from foredraft.models.session import Session
 from foredraft.models.timing import EqualTexts
 
@@ -68,21 +67,16 @@ class CausalLMDrafter:
 
     @property
     def num_parameters(self) -> int:
+        weights = stored_weights(self.draft.model)
+        table, head = end_addresses(self.draft.model)
         trimmed = len(self._head.token_ids) > 0
-        embeddings, rows = (
-            self.draft.model.get_input_embeddings().weight,
-            self.draft.model.get_output_embeddings().weight,
-        )
-        skipped = {embeddings.data_ptr(): embeddings.numel()} if trimmed or rows is not embeddings else {}
-        if trimmed:
-            skipped[rows.data_ptr()] = rows.numel()
-        total = sum(weight.numel() for weight in _distinct_weights(self.draft.model))
-        return total - sum(skipped.values()) + len(self._head.token_ids) * embeddings.shape[1]
+        skipped = (table | head) if trimmed else table - head
+        total = sum(stored.parameters for address, stored in weights.items() if address not in skipped)
+        return total + len(self._head.token_ids) * self.draft.model.get_input_embeddings().weight.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        weights = _distinct_weights(self.draft.model)
-        return sum(weight.numel() * weight.element_size() for weight in weights) + self._head.copied_bytes
+        return sum(stored.bytes for stored in stored_weights(self.draft.model).values()) + self._head.copied_bytes
 
     def bind(self, law: SamplingLaw) -> "CausalLMDrafter":
         """Return the same draft drawing from `law`, reading with a cache of its own."""
@@ -281,7 +275,3 @@ def _to_length(probs: Float[Tensor, " guessed"], length: int) -> EmittedProbs:
     """Return the figures of an answer, without a guess where the draft's context had ended."""
     guessed = torch.arange(length) < len(probs)
     return EmittedProbs(functional.pad(probs.cpu(), (0, length - len(probs))), guessed)
-
-
-def _distinct_weights(model: PreTrainedModel) -> list[Tensor]:
-    return list({weight.data_ptr(): weight for weight in model.state_dict().values()}.values())

@@ -34,12 +34,12 @@ class Head:
         linear = model.get_output_embeddings()
         if linear is None:
             raise ModelError(f"{type(model).__name__} has no language-model head.")
-        if len(token_ids) and int(token_ids.max()) >= linear.weight.shape[0]:
+        if len(token_ids) and int(token_ids.max()) >= linear.out_features:
             raise ModelError(
-                f"The trimmed head keeps token {int(token_ids.max())}, the model has {linear.weight.shape[0]} rows: "
+                f"The trimmed head keeps token {int(token_ids.max())}, the model has {linear.out_features} rows: "
                 "the two are not of one draft. Make it again."
             )
-        self.token_ids = token_ids.to(linear.weight.device)
+        self.token_ids = token_ids.to(next(linear.parameters()).device)
         self._linear = linear
         self._weight = linear.weight.detach()[self.token_ids] if len(token_ids) else torch.empty(0)
         self._bias = linear.bias.detach()[self.token_ids] if len(token_ids) and linear.bias is not None else None
@@ -50,12 +50,12 @@ class Head:
 
     @property
     def num_rows(self) -> int:
-        return len(self.token_ids) or self._linear.weight.shape[0]
+        return len(self.token_ids) or int(self._linear.out_features)
 
     @property
     def num_columns(self) -> int:
         """Rows of the whole head: the vocabulary with its padding."""
-        return int(self._linear.weight.shape[0])
+        return int(self._linear.out_features)
 
     @property
     def copied_bytes(self) -> int:

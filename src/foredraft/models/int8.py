@@ -4,18 +4,12 @@ Their state dict is the int-quantized layout of compressed-tensors: what save_pr
 transformers reads.
 """
 
-import json
-from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
-from accelerate import init_empty_weights
 from jaxtyping import BFloat16, Float, Int8
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-
-from foredraft.core.errors import ModelError
+from transformers import PreTrainedModel
 
 ActivationBits = Literal[8, 16]
 
@@ -79,70 +73,4 @@ def body_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     head = model.get_output_embeddings()
     return {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
-
-
-def int8_plan(model: PreTrainedModel, activation_bits: ActivationBits) -> dict[str, Any]:
-    """Return the quantization_config of a model whose body is of Int8Linear."""
-    head = model.get_output_embeddings()
-    return _plan([name for name, module in model.named_modules() if module is head], activation_bits)
-
-
-def has_int8_body(path: Path) -> bool:
-    """Whether a model folder holds what load_int8 reads."""
-    return bool(_read_plan(path))
-
-
-def load_int8(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model of a folder for which has_int8_body holds; `dtype` is that of all but its body.
-
-    Raises:
-        ModelError: its weights are not those that its config.json asks for.
-    """
-    activation_bits: ActivationBits = 8 if "input_activations" in _read_plan(path)["config_groups"]["body"] else 16
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-    for name, linear in body_linears(model).items():
-        weight = torch.empty(linear.weight.shape, dtype=torch.int8, device="meta")
-        scale = torch.empty(linear.out_features, 1, dtype=torch.bfloat16, device="meta")
-        model.set_submodule(name, Int8Linear(weight, scale, linear.bias, activation_bits))
-    state = {
-        name: tensor.to(dtype) if tensor.is_floating_point() and not name.endswith(".weight_scale") else tensor
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    _, unknown = model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    absent = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if absent or unknown:
-        fault = f"lacks {absent[0]}" if absent else f"holds {unknown[0]}, which config.json does not ask for"
-        raise ModelError(f"{path / 'model.safetensors'} {fault}. Quantize the draft again.")
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model.eval()
-
-
-def _read_plan(path: Path) -> dict[str, Any]:
-    """Return the quantization_config of a folder, empty if it is none that int8_plan makes."""
-    file = path / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    plan = config.get("quantization_config") or {}
-    known = [_plan(plan.get("ignore"), 8), _plan(plan.get("ignore"), 16)]
-    return plan if plan in known else {}
-
-
-def _plan(ignore: Any, activation_bits: ActivationBits) -> dict[str, Any]:
-    eight = {"num_bits": 8, "type": "int", "symmetric": True}
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "weights": {**eight, "strategy": "channel", "dynamic": False},
-        "format": "int-quantized",
-    }
-    if activation_bits == 8:
-        group["input_activations"] = {**eight, "strategy": "token", "dynamic": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"body": group},
-        "ignore": ignore,
     }

@@ -35,9 +35,9 @@ from transformers.utils import logging as hf_logging
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import CapabilityError, ModelError
 from foredraft.models.adapter import merge_adapter
+from foredraft.models.compressed import is_compressed, load_compressed
 from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
-from foredraft.models.int8 import has_int8_body, load_int8
 from foredraft.models.quantized import missing_package
 from foredraft.settings import QUICKSTART_TARGET
 
@@ -253,8 +253,8 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
 
 def _read_folder(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     _refuse_missing_package(path)
-    if has_int8_body(path):
-        return load_int8(path, dtype), _NOTHING_MISSING
+    if is_compressed(path):
+        return load_compressed(path, dtype), _NOTHING_MISSING
     return AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,

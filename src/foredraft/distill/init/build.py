@@ -9,13 +9,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from foredraft.core.errors import RecipeError
 from foredraft.core.protocols import Answer
-from foredraft.distill.init.calibration import calibration_batches
 from foredraft.distill.init.cut import parse_layers
 from foredraft.distill.init.heal import heal_linear
 from foredraft.distill.init.scratch import Plan, init_from_scratch, scratch_shape
 from foredraft.distill.init.shared import bytes_beside_target, fold_factors, share_factors
 from foredraft.distill.init.width import narrow
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
+from foredraft.models.calibration import calibration_batches
 from foredraft.models.layers import keep_layers
 from foredraft.steps import InitStep
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
-from foredraft.distill.init.calibration import Batch, watch
+from foredraft.models.calibration import Batch, watch
 from foredraft.models.layers import has_pre_norms_only, layer_stack
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from foredraft.core.errors import ModelError
-from foredraft.distill.init.calibration import Batch, watch
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
+from foredraft.models.calibration import Batch, watch
 from foredraft.models.layers import PRE_NORMS, has_pre_norms_only, layer_stack
 
 _LINEARS = (

@@ -46,9 +46,7 @@ def calibration_batches(answers: Sequence[Answer]) -> list[Batch]:
     """
     answers = sorted((answer for answer in answers if answer.num_tokens), key=lambda answer: len(answer.token_ids))
     if not answers:
-        raise UserError(
-            "Widths and repairs are measured on answers of the target, and none was given: collect a trace."
-        )
+        raise UserError("This is measured on answers of the target, and none was given: collect a trace.")
     return [_batch(answers[start : start + _TEXTS_AT_ONCE]) for start in range(0, len(answers), _TEXTS_AT_ONCE)]
 
 

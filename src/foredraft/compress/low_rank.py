@@ -1,0 +1,102 @@
+"""Low rank: the matrices of a draft as products of two thin ones, chosen for what they make of the draft's own inputs.
+
+Source: Wang et al. 2024, SVD-LLM (arXiv 2403.07378), whose whitening by the Cholesky factor of the inputs' covariance
+makes the truncation optimal for the outputs; here the covariance is damped.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from foredraft.compress.units import search_units
+from foredraft.core.errors import RecipeError
+from foredraft.models.calibration import Batch, watch
+from foredraft.models.draft import Draft
+
+_DAMPING = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a matrix lost.
+
+    Attributes:
+        rank: That it has now.
+        parameters: Of its two factors; a runtime that multiplies by them one after the other reads these.
+        error: Squared error of its outputs on the inputs that were read / their square.
+    """
+
+    module: str
+    rank: int
+    parameters: int
+    error: float
+
+
+def low_rank_factors(
+    weight: Float[Tensor, "out in"], covariance: Float[Tensor, "in in"], rank: int
+) -> tuple[Float[Tensor, "out rank"], Float[Tensor, "rank in"]]:
+    """Return factors whose product is, of that rank, nearest to the weight in its outputs on the inputs.
+
+    Args:
+        covariance: Sum over positions of the outer product of the inputs, of any scale; the identity gives the plain
+            singular value decomposition.
+        rank: >= 1; at most the smaller side.
+    """
+    size = _DAMPING * covariance.diagonal().mean().clamp(min=1e-12)
+    root = torch.linalg.cholesky(covariance.double() + size.double() * torch.eye(len(covariance), dtype=torch.float64))
+    left, values, right = torch.linalg.svd(weight.double() @ root, full_matrices=False)
+    inner = torch.linalg.solve_triangular(root, right[:rank], upper=False, left=False)
+    return (left[:, :rank] * values[:rank]).to(weight.dtype), inner.to(weight.dtype)
+
+
+def cut_ranks(draft: Draft, ranks: dict[str, int], batches: Sequence[Batch]) -> tuple[Draft, list[Cut]]:
+    """Return the draft with some matrices of lower rank, written out as the plain matrices that they were.
+
+    No runtime loads factors in the place of a matrix: what is gained is what healing and sharing need, not bytes.
+
+    Args:
+        draft: Left as it was; embeddings and head are shared.
+        ranks: By unit; see compress.units.
+        batches: What the inputs are taken from.
+
+    Raises:
+        RecipeError: a unit that the draft lacks, or a rank that is none.
+    """
+    units = {unit.name: unit for unit in search_units(draft.model)}
+    for name, rank in ranks.items():
+        if name not in units or units[name].layer < 0:
+            raise RecipeError(f"There is no unit {name!r} in a layer. Units are such as layers.0.qkv.")
+        least = min(min(draft.model.get_submodule(module).weight.shape) for module in units[name].modules)
+        if not 1 <= rank <= least:
+            raise RecipeError(f"rank {rank} of {name} is none: it has ranks from 1 to {least}.")
+    shared = [draft.model.get_input_embeddings().weight, draft.model.get_output_embeddings().weight]
+    model = copy.deepcopy(draft.model, {id(weight): weight for weight in shared})
+    cuts = []
+    for name, rank in ranks.items():
+        for module in units[name].modules:
+            cuts.append(_cut(model, module, rank, batches))
+    return Draft(model, draft.head_token_ids), cuts
+
+
+def _cut(model: nn.Module, module: str, rank: int, batches: Sequence[Batch]) -> Cut:
+    linear = model.get_submodule(module)
+    covariance = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64)
+
+    def add(features: Tensor, _: Tensor) -> None:
+        covariance.add_((features.T @ features).cpu())
+
+    for batch in batches:
+        watch(model, batch, {linear: add})
+    weight = linear.weight.detach().clone()
+    left, right = low_rank_factors(weight, covariance, rank)
+    linear.weight.data = (left.double() @ right.double()).to(weight.dtype)
+    return Cut(module, rank, left.numel() + right.numel(), _error(weight, linear.weight.detach(), covariance))
+
+
+def _error(before: Tensor, after: Tensor, covariance: Tensor) -> float:
+    lost, whole = (after - before).double(), before.double()
+    return float((lost @ covariance * lost).sum() / (whole @ covariance * whole).sum())

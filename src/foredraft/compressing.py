@@ -1,0 +1,215 @@
+"""What the verbs that shrink drafts make, from folders to folders."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft.checkpoint import DraftManifest
+from foredraft.compress.gptq import GptqRounder
+from foredraft.compress.plan import unit_formats
+from foredraft.compress.probe import Bench
+from foredraft.compress.prune import layers_to_keep
+from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
+from foredraft.compress.sensitivity import probed, rank_correlation, sensitivities
+from foredraft.compress.units import HEAD, search_units
+from foredraft.core.errors import UserError
+from foredraft.core.multiples import refuses_head_size, rounded_width
+from foredraft.core.protocols import Answer, Speaker
+from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.heal import heal_linear
+from foredraft.distill.init.width import narrow
+from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
+from foredraft.lineage import extended, manifest_for
+from foredraft.models.calibration import calibration_batches
+from foredraft.models.compressed import WeightFormat
+from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.layers import keep_layers
+from foredraft.models.target import LocalTarget
+from foredraft.steps import PruneStep, QuantizeStep, SensitivitySettings
+from foredraft.trace.store import Trace, require_same
+
+_log = logging.getLogger(__name__)
+
+
+def prune_draft(
+    source: Path, target: LocalTarget, traces: Sequence[Trace], step: PruneStep, out: Path
+) -> DraftManifest:
+    """Cut layers, then widths, then rows of the head; heal what is left if asked for. What is written is plain.
+
+    Raises:
+        UserError: nothing would be left, there is nothing to measure on, or the runtime cannot load what would be.
+        RecipeError: a width that the draft cannot have.
+        ModelError: the draft is quantized already.
+    """
+    draft = load_draft(source, "float32")
+    manifest = extended(manifest_for(source, target), "prune", step)
+    require_plain(draft)
+    if step.vocab and len(draft.head_token_ids) and step.vocab >= len(draft.head_token_ids):
+        raise UserError(f"vocab: {step.vocab} rows are no fewer than the {len(draft.head_token_ids)} of the draft.")
+    sample = sample_answers(traces, target, step.answers) if step.measures else []
+    widths = _rounded_widths(draft, step)
+    kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
+    if step.layers:
+        bench = _bench(traces, step.answers) if step.by == "acceptance" else None
+        kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens)
+    model, channels = keep_layers(draft.model, kept), None
+    if step.is_narrower:
+        narrowed = narrow(model, widths, calibration_batches(sample))
+        model, channels = narrowed.model, narrowed.channels
+    repairs = []
+    if step.heal == "linear" and (step.layers or step.is_narrower):
+        repairs = heal_linear(
+            model, draft.model, kept, calibration_batches(sample), every_layer=step.is_narrower, channels=channels
+        )
+    rows = draft.head_token_ids
+    if step.vocab:
+        rows = rank_tokens(
+            [row.answer_ids.numpy() for trace in traces for row in trace.rows(tops=False)], target.tokenizer, step.vocab
+        )
+    pruned = {"layers": kept, "widths": asdict(widths), "repairs": [repair.to_json() for repair in repairs]}
+    manifest = replace(manifest, options={**manifest.options, "pruned": pruned})
+    return save_draft(Draft(model, rows), out, manifest, target.tokenizer)
+
+
+def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
+    """Return the widths that are asked for, rounded up to what the runtime takes.
+
+    Raises:
+        UserError: the runtime would take heads for wider than they are.
+    """
+    config = draft.model.config.get_text_config()
+    shape = Shape.of(config)
+    hidden, ffn = (
+        rounded_width(width, step.runtime, most) if width else 0
+        for width, most in ((step.hidden, shape.hidden), (step.ffn, shape.ffn))
+    )
+    for name, asked, given in (("hidden", step.hidden, hidden), ("ffn", step.ffn, ffn)):
+        if asked != given:
+            _log.info("%s: %d is rounded to %d, a multiple that %s takes.", name, asked, given, step.runtime)
+    widths = Widths(hidden, step.heads, ffn)
+    if widths.given:
+        new = narrowed_shape(shape, widths)
+        if refuses_head_size(step.runtime, config.model_type, new.hidden, new.heads, new.head_dim):
+            raise UserError(
+                f"{step.runtime} takes the heads of {config.model_type} to be hidden / heads wide, "
+                f"{new.hidden / new.heads:g} and not {new.head_dim}: it cannot load hidden {new.hidden} with "
+                f"{new.heads} heads. Keep hidden at {new.head_dim} times the heads, or prune ffn and layers."
+            )
+    return widths
+
+
+def _bench(traces: Sequence[Trace], answers: int) -> Bench:
+    """Return the bench of the first trace: figures under several laws do not add up.
+
+    Raises:
+        UserError: there is no trace.
+    """
+    if not traces:
+        raise UserError("Acceptance is measured on answers of the target, and none was given: collect a trace.")
+    info = traces[0].info
+    return Bench.of(traces[0].sample(answers), info.law, info.vocab_size)
+
+
+def quantize_draft(
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    step: QuantizeStep,
+    out: Path,
+) -> DraftManifest:
+    """Round the weights of a draft, each unit to the bits that the step gives it.
+
+    Raises:
+        ModelError: the draft is quantized already.
+        RecipeError: a plan that the draft cannot have.
+        UserError: gptq without answers.
+    """
+    draft = load_draft(source, "float32")
+    manifest = extended(manifest_for(source, target), "quantize", step)
+    require_plain(draft)
+    formats = unit_formats(
+        draft.model, search_units(draft.model), step.bits, step.group, 8 if step.activation_bits == 8 else 16
+    )
+    if not formats:
+        raise UserError("bits: every unit stays in 16 bits: there is nothing to round.")
+    if HEAD in formats and draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight:
+        _log.info(
+            "The head is tied to the embedding and gets a matrix of its own in %d bits: a step reads fewer bytes, the "
+            "folder holds both.",
+            formats[HEAD].bits,
+        )
+    rounder: Rounder = round_to_nearest
+    if step.method == "gptq":
+        sample = sample_answers(traces, target, step.calibration)
+        rounder = GptqRounder(draft.model, sample)
+    rounded = stored_as(quantize(draft, formats, rounder), source, step.plain)
+    sizes = [asdict(size) for size in unit_sizes(rounded.model)]
+    manifest = replace(manifest, options={**manifest.options, "units": sizes})
+    return save_draft(rounded, out, manifest, target.tokenizer)
+
+
+def draft_sensitivity(
+    source: Path, target: Speaker, traces: Sequence[Trace], settings: SensitivitySettings
+) -> dict[str, Any]:
+    """Return how much hangs on each unit of a draft: figures by unit, their rank correlations, and what probes cost.
+
+    Raises:
+        ModelError: the draft is quantized already.
+        UserError: there is no trace.
+    """
+    draft = load_draft(source, "float32")
+    require_plain(draft)
+    sample = sample_answers(traces, target, settings.answers)
+    chosen = WeightFormat(settings.bits, settings.group if settings.bits == 4 else 0)
+    unit_formats(draft.model, search_units(draft.model), {"*": f"4/{settings.group}"}, settings.group)
+    found, passes, k = sensitivities(draft, sample, chosen), 0.0, settings.num_draft_tokens
+    if settings.probes:
+        bench = _bench(traces, settings.answers)
+        found, passes = probed(draft, bench, found, chosen, settings.probes, k, settings.by)
+    measured = [one for one in found if not math.isnan(one.measured)]
+    losses = [one.measured for one in measured]
+    rankers = ("fisher", "grad_over_weight", "first_order")
+    return {
+        "draft": str(source),
+        "format": chosen.name,
+        "answers": len(sample),
+        "units": [one.to_json() for one in found],
+        "rank_correlation": {
+            name: rank_correlation([getattr(one, name) for one in measured], losses) for name in rankers
+        },
+        "probes": len(measured),
+        "passes_per_probe": passes / max(len(measured), 1),
+    }
+
+
+def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list[Answer]:
+    """Return as many answers as asked for, of every trace alike.
+
+    Raises:
+        UserError: there are none.
+        TraceError: a trace was written in other tokens.
+    """
+    for trace in traces:
+        require_same(trace, target.name, tokenizer_fingerprint=target.tokenizer_fingerprint)
+    each = -(-count // max(len(traces), 1))
+    found = [answer for trace in traces for answer in islice(trace.answers(), each) if answer.num_tokens]
+    if not found:
+        raise UserError("This is measured on answers of the target, and none was given: collect a trace (--trace).")
+    return found
+
+
+def stored_as(draft: Draft, source: Path, plain: str = "keep") -> Draft:
+    """Return the draft, changed in place: weights that are not rounded in the dtype of `source`, or in bfloat16."""
+    stated = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stored = str(stated.get("dtype") or stated.get("torch_dtype") or "float32")
+    if plain == "bfloat16" or stored == "bfloat16":
+        draft.model.to(torch.bfloat16)
+        draft.model.config.dtype = torch.bfloat16
+    return draft

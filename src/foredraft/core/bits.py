@@ -1,0 +1,35 @@
+"""Bits of stored weights as recipes write them: 8, or 4/64 with the inputs that share a scale."""
+
+from collections.abc import Mapping
+from typing import Any
+
+BITS = (4, 8, 16)
+PRESETS = ("chapter",)
+
+
+def parse_bits(value: Any) -> tuple[int, int]:
+    """Return bits and group; 0 where no group is named.
+
+    Raises:
+        ValueError: it is neither a number nor bits/group.
+    """
+    bits, slash, group = str(value).partition("/")
+    if not bits.isdigit() or int(bits) not in BITS or (slash and not (group.isdigit() and int(group))):
+        raise ValueError(f"{value!r} is not known. Known: 4, 8, 16, or with a group, such as 4/64 or 8/32")
+    return int(bits), int(group or 0)
+
+
+def checked_plan(value: Any) -> Any:
+    """Return a number or preset as it was given, patterns with bits as pairs: their order counts, that of keys is lost.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        pairs = [[str(pattern), one] for pattern, one in dict(value).items()]
+        for _, one in pairs:
+            parse_bits(one)
+        return pairs
+    if value not in PRESETS:
+        parse_bits(value)
+    return value

@@ -1,0 +1,185 @@
+"""Laws of measuring changes to a draft from kept states, and of cuts that are decided by it."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft import compressing
+from foredraft.acceptance.evaluate import score
+from foredraft.acceptance.report import AcceptanceReport
+from foredraft.compress.probe import Bench, Probe, measure
+from foredraft.compress.prune import layers_to_keep
+from foredraft.compress.quantize import quantize
+from foredraft.core.errors import ModelError, RecipeError, UserError
+from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.lineage import blank_manifest
+from foredraft.models.causal_lm import CausalLMDrafter
+from foredraft.models.compressed import WeightFormat
+from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.layers import keep_layers, layer_stack
+from foredraft.models.target import load_target
+from foredraft.steps import PruneStep
+from foredraft.trace.store import Trace
+from tests.tiny import save_tiny, tiny_model
+from tests.traces import build_trace, trace_row
+
+K = 4
+
+
+@cache
+def texts() -> list[tuple[list[int], list[int]]]:
+    """Return prompts and answers of lengths that differ; seven tokens in ten are the guess of the draft of seed 0."""
+    generator, model, made = torch.Generator().manual_seed(3), tiny_model(num_layers=5), []
+    for index in range(6):
+        text = prompt = torch.randint(3, 259, (4 + index % 3,), generator=generator)
+        for _ in range(6 + index):
+            drawn = int(torch.randint(3, 259, (1,), generator=generator))
+            if torch.rand(1, generator=generator) < 0.7:
+                with torch.no_grad():
+                    drawn = int(model(text[None]).logits[0, -1, :259].argmax())
+            text = torch.cat([text, torch.tensor([drawn])])
+        made.append((prompt.tolist(), text[len(prompt) :].tolist()))
+    return made
+
+
+def made_trace(path: Path, law: SamplingLaw = SamplingLaw(), **changes: object) -> Trace:
+    rows = [trace_row(f"p{index}", *pair, greedy=law.is_greedy) for index, pair in enumerate(texts())]
+    return build_trace(path, rows, law, **changes)
+
+
+def figures(report: AcceptanceReport) -> list[float]:
+    return [report.expected_acceptance, *(report.mean_tokens_per_call(k) for k in report.ks)]
+
+
+def bench(trace: Trace) -> Bench:
+    return Bench.of(list(trace.rows(tops=False)), trace.info.law, trace.info.vocab_size)
+
+
+@pytest.mark.parametrize("law", [GREEDY, SamplingLaw(), SamplingLaw(0.7, top_k=20)], ids=str)
+@pytest.mark.parametrize("head", [torch.empty(0, dtype=torch.long), torch.arange(0, 272, 2)], ids=["full", "trimmed"])
+def test_a_bench_measures_what_replay_measures(law: SamplingLaw, head: torch.Tensor, tmp_path: Path) -> None:
+    trace = made_trace(tmp_path / "trace", law)
+    draft = Draft(tiny_model(num_layers=5), head)
+    replayed = score("draft", CausalLMDrafter(draft, law, 272), trace, range(1, 9))
+    assert figures(measure(draft, bench(trace))) == pytest.approx(figures(replayed), abs=1e-5)
+    assert 0.005 < replayed.expected_acceptance < 0.95
+
+
+def test_a_probe_equals_measuring_the_changed_draft_anew(tmp_path: Path) -> None:
+    on = bench(made_trace(tmp_path / "trace"))
+    model = tiny_model(num_layers=5)
+    probe = Probe(Draft(model), on)
+    before = figures(probe.baseline)
+    for layer in range(5):
+        cut = Draft(keep_layers(tiny_model(num_layers=5), [one for one in range(5) if one != layer]))
+        assert figures(probe.report_without(layer)) == pytest.approx(figures(measure(cut, on)), abs=1e-5)
+    with torch.no_grad():
+        layer_stack(model)[2].mlp.up_proj.weight.mul_(0.3)
+    fresh = figures(measure(Draft(model), on))
+    assert figures(probe.report_from(2)) == pytest.approx(fresh, abs=1e-5)
+    assert fresh != pytest.approx(before, abs=1e-3)
+
+
+def test_a_probe_costs_the_layers_behind_the_change(tmp_path: Path) -> None:
+    probe = Probe(Draft(tiny_model(num_layers=5)), bench(made_trace(tmp_path / "trace")))
+    assert probe.passes == 0.0
+    probe.report_from(4)
+    assert probe.passes == pytest.approx(0.2)
+    probe.report_without(1)
+    assert probe.passes == pytest.approx(0.2 + 0.6)
+
+
+def test_acceptance_cuts_the_layer_whose_loss_costs_least(tmp_path: Path) -> None:
+    trace, draft = made_trace(tmp_path / "trace"), Draft(tiny_model(num_layers=5))
+    on = bench(trace)
+    worth = {
+        layer: measure(Draft(keep_layers(draft.model, [one for one in range(5) if one != layer])), on)
+        for layer in (1, 2, 3)
+    }
+    best = max(worth, key=lambda layer: worth[layer].mean_tokens_per_call(K))
+    kept = layers_to_keep(draft, 1, "acceptance", bench=on, k=K)
+    assert kept == [layer for layer in range(5) if layer != best]
+    assert len(layers_to_keep(draft, 3, "acceptance", bench=on)) == 2
+    assert layers_to_keep(draft, 3, "acceptance", bench=on) == [0, 4]
+
+
+def test_a_bench_and_a_cut_need_answers() -> None:
+    with pytest.raises(UserError, match="collect a trace"):
+        Bench.of([], GREEDY, 272)
+    with pytest.raises(UserError, match="collect a trace"):
+        layers_to_keep(Draft(tiny_model()), 1, "acceptance")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object, Trace]:
+    """A target, a draft for it in a folder, and a trace of it."""
+    root = tmp_path_factory.mktemp("prune")
+    target = load_target(str(save_tiny(root / "target")), "float32")
+    save_draft(Draft(tiny_model(num_layers=5)), root / "draft", blank_manifest(target, "causal-lm"), target.tokenizer)
+    trace = made_trace(root / "trace", tokenizer_fingerprint=target.tokenizer_fingerprint)
+    return root / "draft", target, trace
+
+
+def test_everything_can_be_cut_at_once_and_what_is_left_is_plain(workshop: tuple, tmp_path: Path) -> None:
+    source, target, trace = workshop
+    step = PruneStep(layers=1, by="acceptance", heads=2, ffn=48, vocab=100, heal="linear", hidden=24)
+    manifest = compressing.prune_draft(source, target, [trace], step, tmp_path / "out")
+    pruned = load_draft(tmp_path / "out", "float32")
+    config = pruned.model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (4, 2, 1)
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (24, 48, 8)
+    assert len(pruned.head_token_ids) == 100
+    assert pruned.model.lm_head.weight is pruned.model.model.embed_tokens.weight
+    assert manifest.options["pruned"]["layers"][0] == 0
+    assert len(manifest.options["pruned"]["repairs"]) == 4
+    assert all(one["error_after"] <= one["error_before"] for one in manifest.options["pruned"]["repairs"])
+
+
+def test_widths_alone_cut_no_layer_and_are_rounded_for_a_runtime(
+    workshop: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target, trace = workshop
+    with caplog.at_level("INFO"):
+        compressing.prune_draft(source, target, [trace], PruneStep(ffn=37, runtime="openvino"), tmp_path / "out")
+    config = load_draft(tmp_path / "out", "float32").model.config
+    assert (config.num_hidden_layers, config.intermediate_size) == (5, 64)
+    assert "ffn: 37 is rounded to 64, a multiple that openvino takes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"heads": 3}, RecipeError, "heads: 3 breaks the grouping.*Nearest: 2 or 4"),
+        ({"layers": 4}, UserError, "4 of 5 layers cannot be cut"),
+        ({"ffn": 999}, RecipeError, "ffn: 999 is more than the 64"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused(
+    workshop: tuple, tmp_path: Path, settings: dict, kind: type, message: str
+) -> None:
+    source, target, trace = workshop
+    with pytest.raises(kind, match=message):
+        compressing.prune_draft(source, target, [trace], PruneStep(**settings), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_runtime_that_would_misread_the_heads_is_named(workshop: tuple, tmp_path: Path) -> None:
+    _, target, trace = workshop
+    save_tiny(tmp_path / "qwen", family="qwen2")
+    with pytest.raises(UserError, match=r"vllm takes the heads of qwen2 to be hidden / heads wide, 16 and not 8"):
+        compressing.prune_draft(
+            tmp_path / "qwen", target, [trace], PruneStep(heads=2, runtime="vllm"), tmp_path / "out"
+        )
+
+
+def test_a_quantized_draft_is_not_cut_and_foreign_answers_are_refused(workshop: tuple, tmp_path: Path) -> None:
+    source, target, trace = workshop
+    rounded = quantize(load_draft(source, "float32"), {"layers.0.down": WeightFormat(4, 32)})
+    save_draft(rounded, tmp_path / "q", blank_manifest(target, "causal-lm"), target.tokenizer)
+    with pytest.raises(ModelError, match="quantized already"):
+        compressing.prune_draft(tmp_path / "q", target, [trace], PruneStep(ffn=32), tmp_path / "out")
+    foreign = made_trace(tmp_path / "foreign")
+    with pytest.raises(UserError, match="token ids mean other texts"):
+        compressing.prune_draft(source, target, [foreign], PruneStep(ffn=32), tmp_path / "out")
