@@ -164,9 +164,7 @@ def test_absurd_mixes_are_refused() -> None:
 
 
 def test_more_prompts_settle_what_few_leave_open() -> None:
-    few, many = (
-        choose_among([report(prompts, a=(70, 70), b=(70.5, 70.5), c=(85, 85))], ROOMY) for prompts in (8, 600)
-    )
+    few, many = (choose_among([report(prompts, a=(70, 70), b=(70.5, 70.5), c=(85, 85))], ROOMY) for prompts in (8, 600))
     doubt = {one["drafter"]: one for one in few["sensitivity"]}
     assert doubt["b"]["chance"] > 0.2
     assert "could turn the choice to b" in doubt["b"]["sentence"]
