@@ -63,7 +63,7 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
               first["target"]["name"], report["target"]["name"])  # fmt: skip
         _same("laws", number, _laws(first), _laws(report))
         traces = [[law.get("trace") for law in one["laws"]] for one in (first, report)]
-        _same("traces", number, *traces)
+        _same("traces", number, traces[0], traces[1])
     laws = []
     for index, law in enumerate(first["laws"]):
         drafters: dict[str, Any] = {}
