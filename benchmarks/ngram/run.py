@@ -81,7 +81,7 @@ def main() -> None:
                 result.scores[one] = {}
                 for drafter, guess in drafters.items():
                     result.scores[one][drafter] = decode(guess, answers[: options.texts])
-                    (options.out / "TABLE.md").write_text(_table(result), encoding="utf-8")
+                    (options.out / "table.md").write_text(_table(result), encoding="utf-8")
 
 
 def decode(guess: peers.Guess, answers: Sequence[Answer]) -> Score:
