@@ -21,6 +21,7 @@ from foredraft.compress.sensitivity import probed, rank_correlation, sensitiviti
 from foredraft.compress.units import HEAD, search_units
 from foredraft.core.errors import UserError
 from foredraft.core.multiples import refuses_head_size, rounded_width
+from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Speaker
 from foredraft.distill.init.head import rank_tokens
 from foredraft.distill.init.heal import heal_linear
@@ -123,6 +124,7 @@ def quantize_draft(
     traces: Sequence[Trace],
     step: QuantizeStep,
     out: Path,
+    progress: Progress = SILENT,
 ) -> DraftManifest:
     """Round the weights of a draft, each unit to the bits that the step gives it.
 
@@ -149,14 +151,18 @@ def quantize_draft(
     if step.method == "gptq":
         sample = sample_answers(traces, target, step.calibration)
         rounder = GptqRounder(draft.model, sample)
-    rounded = stored_as(quantize(draft, formats, rounder), source, step.plain)
+    rounded = stored_as(quantize(draft, formats, rounder, progress), source, step.plain)
     sizes = [asdict(size) for size in unit_sizes(rounded.model)]
     manifest = replace(manifest, options={**manifest.options, "units": sizes})
     return save_draft(rounded, out, manifest, target.tokenizer)
 
 
 def draft_sensitivity(
-    source: Path, target: Speaker, traces: Sequence[Trace], settings: SensitivitySettings
+    source: Path,
+    target: Speaker,
+    traces: Sequence[Trace],
+    settings: SensitivitySettings,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Return how much hangs on each unit of a draft: figures by unit, their rank correlations, and what probes cost.
 
@@ -169,10 +175,10 @@ def draft_sensitivity(
     sample = sample_answers(traces, target, settings.answers)
     chosen = WeightFormat(settings.bits, settings.group if settings.bits == 4 else 0)
     unit_formats(draft.model, search_units(draft.model), {"*": f"4/{settings.group}"}, settings.group)
-    found, passes, k = sensitivities(draft, sample, chosen), 0.0, settings.num_draft_tokens
+    found, passes, k = sensitivities(draft, sample, chosen, progress=progress), 0.0, settings.num_draft_tokens
     if settings.probes:
         bench = _bench(traces, settings.answers)
-        found, passes = probed(draft, bench, found, chosen, settings.probes, k, settings.by)
+        found, passes = probed(draft, bench, found, chosen, settings.probes, k, settings.by, progress=progress)
     measured = [one for one in found if not math.isnan(one.measured)]
     losses = [one.measured for one in measured]
     rankers = ("fisher", "grad_over_weight", "first_order")

@@ -241,7 +241,7 @@ class _Run:
             ),
             "meta": lambda out: trainings.meta_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: compressing.prune_draft(source, self.target, train, settings, out),
-            "quantize": lambda out: compressing.quantize_draft(source, self.target, train, settings, out),
+            "quantize": lambda out: compressing.quantize_draft(source, self.target, train, settings, out, progress),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),
         }

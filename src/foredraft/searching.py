@@ -14,6 +14,7 @@ from foredraft.compressing import sample_answers, stored_as
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import OutputError, UserError
 from foredraft.core.files import write_json
+from foredraft.core.progress import SILENT, Progress
 from foredraft.hardware.profile import load_profile
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.draft import Draft, load_draft, save_draft
@@ -26,7 +27,12 @@ _SCHEMA = 1
 
 
 def compress_draft(
-    source: Path, target: LocalTarget, traces: Sequence[Trace], settings: CompressSettings, out: Path
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    settings: CompressSettings,
+    out: Path,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Write the draft that the search ends with; return the way there, the front, and what was chosen.
 
@@ -53,7 +59,9 @@ def compress_draft(
         [file_digest(source / "model.safetensors"), [trace.digest for trace in traces], settings.model_dump()]
     )
     notes = out.with_name(f".{out.name}.search.json")
-    points = search(draft, bench, answers, clock, limits, _noted(notes, key), lambda all_: _note(notes, key, all_))
+    points = search(
+        draft, bench, answers, clock, limits, _noted(notes, key), lambda all_: _note(notes, key, all_), progress
+    )
     chosen = best_point(points, limits)
     if chosen is None:
         raise UserError(

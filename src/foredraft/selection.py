@@ -66,9 +66,7 @@ def simulate_policies(
     drafters = {name: bound_for(load_drafter(spec, speaker), law) for name, spec in named.items()}
     arms = Arms.of(list(drafters), settings.lengths)
     rows = [row for trace in traces for row in trace.rows(tops=False)][: settings.limit or None]
-    with progress.task("replaying drafters", float(len(rows)), "answers") as task:
-        traffic = record(drafters, rows, arms.longest, seed=settings.seed)
-        task.advance(float(len(rows)))
+    traffic = record(drafters, rows, arms.longest, seed=settings.seed, progress=progress)
     costs = costs_for(drafters, rows[0].answer(), arms.longest, settings, report, law.temperature)
     references = References.of(traffic, costs, settings.lengths)
     found = []

@@ -18,6 +18,7 @@ from foredraft.commands.common import (
     named_target,
     opened_traces,
     print_figures,
+    progress_bars,
 )
 
 app = typer.Typer()
@@ -58,7 +59,7 @@ def quantize(
 
     step = settings_from(QuantizeStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    manifest = compressing.quantize_draft(draft, loaded, opened_traces(traces), step, out)
+    manifest = compressing.quantize_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
     figures = draft_figures(out, manifest) | {"units": manifest.options["units"]}
     print_figures(figures, size_table(manifest.options["units"], str(out)), as_json)
 
@@ -117,7 +118,8 @@ def sensitivity(
     from foredraft.steps import SensitivitySettings
 
     settings = settings_from(SensitivitySettings, overrides)
-    found = compressing.draft_sensitivity(draft, named_target(target, dtype, adapter), opened_traces(traces), settings)
+    loaded = named_target(target, dtype, adapter)
+    found = compressing.draft_sensitivity(draft, loaded, opened_traces(traces), settings, progress_bars())
     print_figures(found, sensitivity_table(found, settings.by), as_json)
 
 
@@ -146,5 +148,5 @@ def compress(
 
     settings = settings_from(CompressSettings, overrides)
     loaded = named_target(target, dtype, adapter)
-    found = searching.compress_draft(draft, loaded, opened_traces(traces), settings, out)
+    found = searching.compress_draft(draft, loaded, opened_traces(traces), settings, out, progress_bars())
     print_figures(found, front_table(found), as_json)

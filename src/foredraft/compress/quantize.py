@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from foredraft.compress.rounding import round_groups, round_rows
 from foredraft.compress.units import HEAD, Unit, search_units, unit_bytes
 from foredraft.core.errors import ModelError
+from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.compressed import WeightFormat, quantization_config
 from foredraft.models.draft import Draft
 from foredraft.models.int8 import ActivationBits, Int8Linear, body_linears
@@ -37,7 +38,9 @@ def round_to_nearest(_: str, weight: Float[Tensor, "out in"], weight_format: Wei
     return round_rows(weight)
 
 
-def quantize(draft: Draft, formats: Mapping[str, WeightFormat], rounder: Rounder = round_to_nearest) -> Draft:
+def quantize(
+    draft: Draft, formats: Mapping[str, WeightFormat], rounder: Rounder = round_to_nearest, progress: Progress = SILENT
+) -> Draft:
     """Return the draft with some units rounded; the others are shared with it, tied if they were.
 
     The draft given is left as it was. A head that is rounded no longer shares its matrix with the embedding: it is
@@ -64,7 +67,7 @@ def quantize(draft: Draft, formats: Mapping[str, WeightFormat], rounder: Rounder
     # With their linears skipped, only what stays plain is copied.
     skipped = [draft.model.get_submodule(module).weight for module in wanted]
     model = copy.deepcopy(draft.model, {id(weight): weight for weight in [*shared, *skipped]})
-    for module, chosen in wanted.items():
+    for module, chosen in tracked(progress, "rounding", list(wanted.items()), "matrices"):
         linear = model.get_submodule(module)
         integers, scale = rounder(module, linear.weight.detach(), chosen)
         model.set_submodule(module, rounded_linear(integers, scale, linear.bias, chosen))

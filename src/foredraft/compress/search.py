@@ -17,6 +17,7 @@ from foredraft.compress.quantize import round_to_nearest
 from foredraft.compress.rounding import product
 from foredraft.compress.sensitivity import sensitivities
 from foredraft.compress.units import EMBEDDING, HEAD, Unit, search_units
+from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.core.protocols import Answer
 from foredraft.core.roofline import Machine, PassFacts, block_seconds, pass_seconds
 from foredraft.models.compressed import WeightFormat
@@ -114,6 +115,7 @@ def search(
     limits: Limits,
     done: Sequence[Point] = (),
     on_point: Callable[[Sequence[Point]], None] = lambda _: None,
+    progress: Progress = SILENT,
 ) -> list[Point]:
     """Return the points of the search in order, the untouched draft first.
 
@@ -126,14 +128,16 @@ def search(
         done: Points of a search that was stopped, which this one goes on from.
         on_point: Told all points after each step.
     """
-    figures = sensitivities(draft, answers, WeightFormat(4, limits.group))
+    figures = sensitivities(draft, answers, WeightFormat(4, limits.group), progress=progress)
     fisher = {one.unit: one.fisher for one in figures}
     points = list(done) or [_measured(draft, Choice(tuple(range(len(layer_stack(draft.model))))), bench, clock, limits)]
     on_point(points)
     while True:
+        moves = list(_moves(draft, points[-1].choice, fisher, limits))
+        step = f"step {len(points)}, {points[-1].predicted_speedup:.3f}x"
         tried = [
             _measured(draft, choice, bench, clock, limits, move)
-            for move, choice in _moves(draft, points[-1].choice, fisher, limits)
+            for move, choice in tracked(progress, step, moves, "moves")
         ]
         best = max(tried, key=lambda point: _worth(points[-1], point), default=None)
         if best is None or (limits.meets(points[-1]) and best.predicted_speedup <= points[-1].predicted_speedup):

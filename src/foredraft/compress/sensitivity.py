@@ -20,6 +20,7 @@ from foredraft.compress.quantize import Rounder, round_to_nearest
 from foredraft.compress.rounding import product
 from foredraft.compress.units import EMBEDDING, Unit, search_units
 from foredraft.core.errors import UserError
+from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.core.protocols import Answer
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
@@ -56,6 +57,7 @@ def sensitivities(
     answers: Sequence[Answer],
     weight_format: WeightFormat,
     rounder: Rounder = round_to_nearest,
+    progress: Progress = SILENT,
 ) -> list[Sensitivity]:
     """Return the figures of every unit but the embedding, which is not rounded, from one backward pass over answers.
 
@@ -84,7 +86,7 @@ def sensitivities(
     learning = {weight: weight.requires_grad for weight in model.parameters()}
     for weight in learning:
         weight.requires_grad_(id(weight) in wanted)
-    for answer in answers:
+    for answer in tracked(progress, "taking gradients", answers, "answers"):
         _backward(model, answer)
         for module, weight in weights.items():
             gradient = weight.grad
@@ -107,6 +109,7 @@ def probed(
     k: int,
     by: Ranker = "fisher",
     rounder: Rounder = round_to_nearest,
+    progress: Progress = SILENT,
 ) -> tuple[list[Sensitivity], float]:
     """Return the same with the loss measured for the `most` units that rank highest, and the passes that it took.
 
@@ -118,7 +121,7 @@ def probed(
     losses = {
         name: probe.baseline.mean_tokens_per_call(k)
         - probe_rounded(draft, probe, units[name], weight_format, rounder).mean_tokens_per_call(k)
-        for name in sorted(shortlist)
+        for name in tracked(progress, "probing", sorted(shortlist), "units")
     }
     return [
         Sensitivity(one.unit, one.grad_over_weight, one.fisher, one.first_order, losses.get(one.unit, math.nan))

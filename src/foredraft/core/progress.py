@@ -1,8 +1,10 @@
 """How long work says how far it is. The command line draws it; libraries only report."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
+
+Item = TypeVar("Item")
 
 
 @runtime_checkable
@@ -31,6 +33,14 @@ class Prefixed:
 
     def task(self, what: str, total: int | float, unit: str, done: int | float = 0) -> AbstractContextManager[Task]:
         return self._progress.task(f"{self._prefix} {what}", total, unit, done)
+
+
+def tracked(progress: Progress, what: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
+    """Yield the items under a bar that counts them."""
+    with progress.task(what, len(items), unit) as task:
+        for item in items:
+            yield item
+            task.advance()
 
 
 class _SilentTask:

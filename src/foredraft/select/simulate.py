@@ -14,6 +14,7 @@ from numba import njit
 
 from foredraft.acceptance.replay import acceptance_given_text, as_arrays
 from foredraft.core.errors import TraceError
+from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.core.protocols import Drafter, EmittedProbs
 from foredraft.select.adaptive import is_certain
 from foredraft.select.arms import NOBODY, Arms
@@ -78,6 +79,7 @@ def record(
     longest: int,
     situations: Situations | None = None,
     seed: int = 0,
+    progress: Progress = SILENT,
 ) -> Traffic:
     """Replay drafters over answers, in their order; drafters with a model run it, the target does not.
 
@@ -96,7 +98,7 @@ def record(
     known = situations or Situations(tuple(sorted({row.domain for row in rows})))
     chance = np.random.default_rng(seed)
     answers = []
-    for row in rows:
+    for row in tracked(progress, "replaying drafters", rows, "answers"):
         answer, target = row.answer(), row.logprobs.double().exp().numpy()
         given = [drafter.replay([answer], longest)[0] for drafter in drafters.values()]
         offered, matched = zip(*(_accepted(one, target, longest, chance) for one in given), strict=True)
