@@ -89,6 +89,10 @@ def test_a_batch_whose_caches_do_not_fit_is_written_in_parts(tmp_path: Path, mon
     parts = target.write(prompts, SamplingLaw(), 6, 8, [1, 2, 3], lambda count: None)
     assert max(rows) == 2
     assert [one.token_ids.tolist() for one in parts] == [one.token_ids.tolist() for one in whole]
+    rows.clear()
+    monkeypatch.setattr(target_module, "_CACHE_BYTES", 3 * 15 * 4 * 2 * 4 * 2 * 4)
+    target.write([*prompts, prompts[0]], SamplingLaw(), 6, 8, [1, 2, 3, 4], lambda count: None)
+    assert max(rows) == 2  # two and two, not three and one
     with torch.no_grad():
         target.model.get_output_embeddings().weight.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="prompt 0 at position 3"):

@@ -132,7 +132,8 @@ class LocalTarget:
         self._check(prompts, max_new_tokens)
         if not prompts or max_new_tokens == 0:
             return [_nothing() for _ in prompts]
-        most = self._most_rows(max(len(prompt) for prompt in prompts) + max_new_tokens)
+        parts = -(-len(prompts) // self._most_rows(max(map(len, prompts)) + max_new_tokens))
+        most = -(-len(prompts) // parts)  # Parts of one size: a small last one would be as many passes as a large one.
         written: list[Continuation] = []
         for start in range(0, len(prompts), most):
             part = slice(start, start + most)
