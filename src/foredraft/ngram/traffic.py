@@ -97,10 +97,9 @@ def traffic_drafter(
         UserError: no such policy, or no room for two segments.
         CheckpointError: the file is missing, truncated or damaged.
     """
-    cache = (
-        RequestCache.load(Path(file), vocab_size, "") if file else RequestCache(vocab_size, capacity, segment, policy)
-    )
-    return TrafficDrafter(cache)
+    if file:
+        return TrafficDrafter(RequestCache.load(Path(file), vocab_size, ""))
+    return TrafficDrafter(RequestCache(vocab_size, capacity, min(segment, capacity // 2), policy))
 
 
 def _over(
