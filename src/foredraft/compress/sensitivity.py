@@ -86,17 +86,20 @@ def sensitivities(
     learning = {weight: weight.requires_grad for weight in model.parameters()}
     for weight in learning:
         weight.requires_grad_(id(weight) in wanted)
-    for answer in tracked(progress, "taking gradients", answers, "answers"):
-        _backward(model, answer)
-        for module, weight in weights.items():
-            gradient = weight.grad
-            if gradient is None:
-                raise UserError(f"{module} has no gradient: the draft does not use it.")
-            sums[module] += gradient
-            fisher[module] += float((gradient * errors[module]).square().sum())
+    try:
+        for answer in tracked(progress, "taking gradients", answers, "answers"):
+            _backward(model, answer)
+            for module, weight in weights.items():
+                gradient = weight.grad
+                if gradient is None:
+                    raise UserError(f"{module} has no gradient: the draft does not use it.")
+                sums[module] += gradient
+                fisher[module] += float((gradient * errors[module]).square().sum())
+            model.zero_grad(set_to_none=True)
+    finally:
         model.zero_grad(set_to_none=True)
-    for weight, learns in learning.items():
-        weight.requires_grad_(learns)
+        for weight, learns in learning.items():
+            weight.requires_grad_(learns)
     return [_figures(unit, weights, sums, errors, fisher) for unit in units]
 
 
