@@ -67,7 +67,8 @@ class TrafficDrafter:
         """Take note of the last block; text that does not go on from the noted request ends that request."""
         request = np.concatenate([self._context, np.array(outcome.emitted, np.int64)])
         self._end_unless_it_goes_on(request)
-        self._request = request
+        # A block of no draft tokens is observed without a proposal: it goes on from here.
+        self._request = self._context = request
 
     def finish(self) -> None:
         """Learn the request that was noted; nothing if none was."""
