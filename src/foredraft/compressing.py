@@ -66,7 +66,7 @@ def prune_draft(
     widths = _rounded_widths(draft, step)
     kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
     if step.layers:
-        bench = _bench(traces, step.answers) if step.by == "acceptance" else None
+        bench = _bench(traces, step.answers, step.num_draft_tokens) if step.by == "acceptance" else None
         kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens, progress)
     model, channels = keep_layers(draft.model, kept), None
     if step.is_narrower:
@@ -114,7 +114,7 @@ def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
     return widths
 
 
-def _bench(traces: Sequence[Trace], answers: int) -> Bench:
+def _bench(traces: Sequence[Trace], answers: int, k: int) -> Bench:
     """Return the bench of the first trace: figures under several laws do not add up.
 
     Raises:
@@ -123,7 +123,7 @@ def _bench(traces: Sequence[Trace], answers: int) -> Bench:
     if not traces:
         raise UserError("Acceptance is measured on answers of the target, and none was given: collect a trace.")
     info = traces[0].info
-    return Bench.of(traces[0].sample(answers), info.law, info.vocab_size)
+    return Bench.of(traces[0].sample(answers), info.law, info.vocab_size, (k,))
 
 
 def quantize_draft(
@@ -189,7 +189,7 @@ def draft_sensitivity(
     unit_formats(draft.model, search_units(draft.model), {"*": settings.bits}, settings.group)
     found, passes, k = sensitivities(draft, sample, chosen, progress=progress), 0.0, settings.num_draft_tokens
     if settings.probes:
-        bench = _bench(traces, settings.answers)
+        bench = _bench(traces, settings.answers, k)
         found, passes = probed(draft, bench, found, chosen, settings.probes, k, settings.by, progress=progress)
     measured = [one for one in found if not math.isnan(one.measured)]
     losses = [one.measured for one in measured]
