@@ -146,9 +146,6 @@ def test_units_are_ranked_and_probed_at_any_draft_length(workshop: tuple) -> Non
     assert len([unit for unit in found["units"] if unit["measured"] is not None]) == 2
     with pytest.raises(RecipeError, match="48 does not divide the 32 inputs"):
         compressing.draft_sensitivity(source, target, [trace], SensitivitySettings(group=48))
-    cut = Draft(tiny_model(num_layers=5))
-    long = Bench.of(list(trace.rows(tops=False)), trace.info.law, trace.info.vocab_size, (12,))
-    assert len(layers_to_keep(cut, 1, "acceptance", bench=long, k=12)) == 4
 
 
 def test_widths_alone_cut_no_layer_and_are_rounded_for_a_runtime(
