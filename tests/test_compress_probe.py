@@ -67,6 +67,15 @@ def test_a_bench_measures_what_replay_measures(law: SamplingLaw, head: torch.Ten
     assert 0.005 < replayed.expected_acceptance < 0.95
 
 
+def test_a_bench_ends_where_the_drafts_context_ends(tmp_path: Path) -> None:
+    trace, model = made_trace(tmp_path / "trace"), tiny_model(num_layers=5)
+    whole = figures(measure(Draft(model), bench(trace)))
+    model.config.max_position_embeddings = 9
+    replayed = figures(score("draft", CausalLMDrafter(Draft(model), SamplingLaw(), 272), trace, range(1, 9)))
+    assert figures(measure(Draft(model), bench(trace))) == pytest.approx(replayed, abs=1e-5)
+    assert replayed[0] < whole[0]
+
+
 def test_a_probe_equals_measuring_the_changed_draft_anew(tmp_path: Path) -> None:
     on = bench(made_trace(tmp_path / "trace"))
     model = tiny_model(num_layers=5)
