@@ -51,7 +51,7 @@ def obq_reference(weight: Tensor, hessian: Tensor, chosen: WeightFormat) -> Tens
 
 @pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.name)
 def test_it_equals_the_definition_column_by_column(chosen: WeightFormat) -> None:
-    """160 inputs, so that more than one block of columns is crossed; 16 of 32 of a group lie behind the border."""
+    """160 inputs, so that more than one block of columns is crossed."""
     weight = torch.randn(12, 160, generator=torch.Generator().manual_seed(1))
     x = correlated(160)
     found = product(*gptq_round(weight, inverse_factor(x.T @ x), chosen))
@@ -96,7 +96,11 @@ def test_inputs_that_are_never_read_do_no_harm() -> None:
     x[:, 5:9] = 0.0
     integers, scale = gptq_round(weight, inverse_factor(x.T @ x), WeightFormat(4, 32))
     assert torch.isfinite(scale.float()).all()
+    small = gptq_round(weight, inverse_factor(x.T @ x * 2.0**-40), WeightFormat(4, 32))
+    assert torch.equal(small[0], integers)
     assert (x @ (product(integers, scale) - weight).T).square().mean() < (x @ weight.T).square().mean() * 0.02
+    none = gptq_round(weight, inverse_factor(torch.zeros(64, 64)), WeightFormat(4, 32))
+    assert torch.equal(none[0], round_to_nearest("", weight, WeightFormat(4, 32))[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

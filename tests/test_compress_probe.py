@@ -20,7 +20,7 @@ from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers, layer_stack
 from foredraft.models.target import load_target
-from foredraft.steps import PruneStep
+from foredraft.steps import PruneStep, SensitivitySettings
 from foredraft.trace.store import Trace
 from tests.tiny import save_tiny, tiny_model
 from tests.traces import build_trace, trace_row
@@ -65,6 +65,15 @@ def test_a_bench_measures_what_replay_measures(law: SamplingLaw, head: torch.Ten
     replayed = score("draft", CausalLMDrafter(draft, law, 272), trace, range(1, 9))
     assert figures(measure(draft, bench(trace))) == pytest.approx(figures(replayed), abs=1e-5)
     assert 0.005 < replayed.expected_acceptance < 0.95
+
+
+def test_a_bench_ends_where_the_drafts_context_ends(tmp_path: Path) -> None:
+    trace, model = made_trace(tmp_path / "trace"), tiny_model(num_layers=5)
+    whole = figures(measure(Draft(model), bench(trace)))
+    model.config.max_position_embeddings = 9
+    replayed = figures(score("draft", CausalLMDrafter(Draft(model), SamplingLaw(), 272), trace, range(1, 9)))
+    assert figures(measure(Draft(model), bench(trace))) == pytest.approx(replayed, abs=1e-5)
+    assert replayed[0] < whole[0]
 
 
 def test_a_probe_equals_measuring_the_changed_draft_anew(tmp_path: Path) -> None:
@@ -135,6 +144,17 @@ def test_everything_can_be_cut_at_once_and_what_is_left_is_plain(workshop: tuple
     assert manifest.options["pruned"]["layers"][0] == 0
     assert len(manifest.options["pruned"]["repairs"]) == 4
     assert all(one["error_after"] <= one["error_before"] for one in manifest.options["pruned"]["repairs"])
+
+
+def test_units_are_ranked_and_probed_at_any_draft_length(workshop: tuple) -> None:
+    """8 bits have no group, so that one that divides nothing does not matter."""
+    source, target, trace = workshop
+    settings = SensitivitySettings(bits=8, group=48, probes=2, answers=3, num_draft_tokens=12)
+    found = compressing.draft_sensitivity(source, target, [trace], settings)
+    assert (found["format"], found["probes"]) == ("int8", 2)
+    assert len([unit for unit in found["units"] if unit["measured"] is not None]) == 2
+    with pytest.raises(RecipeError, match="48 does not divide the 32 inputs"):
+        compressing.draft_sensitivity(source, target, [trace], SensitivitySettings(group=48))
 
 
 def test_widths_alone_cut_no_layer_and_are_rounded_for_a_runtime(

@@ -41,6 +41,16 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("foredraft.core.files.fcntl.flock", refuse)
+    with whole_folder(tmp_path / "out") as partial:
+        fill(partial)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
 def test_existing_folders_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")

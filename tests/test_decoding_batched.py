@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from foredraft.decoding.trees import TreeDrafter, TreeShape
 from foredraft.models.causal_lm import CausalLMDrafter, load_causal_lm_drafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.ngram.prompt_lookup import PromptLookup
+from foredraft.ngram.traffic import traffic_drafter
 from tests.enumeration import forked_law
 from tests.test_decoding_lossless import DRAFT, TARGET
 from tests.toys import MarkovDrafter, MarkovSession, sequence_law
@@ -110,6 +112,16 @@ def test_the_joint_law_of_a_batch_is_the_product_of_the_laws(rule: Rule, monkeyp
     assert len(found) == len(first) * len(second)
     for (one, other), chance in found.items():
         assert chance == pytest.approx(first[one] * second[other], abs=1e-6)
+
+
+def test_a_drafter_that_learns_from_traffic_learns_every_text_of_a_batch(target: LocalTarget) -> None:
+    traffic, prompts = traffic_drafter(target.vocab_size, capacity=2000, segment=40), prompt_ids(target)[1:]
+    answers = decode_batch(target.batch_session(3), traffic, prompts, GREEDY, 3, Limits(8), generators()[1:])
+    lengths, tokens = np.empty(4, np.int64), np.empty((4, 1), np.int64)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = torch.cat([prompt, answer.token_ids]).numpy()
+        assert traffic.cache.rows(text[:-1], lengths, tokens, 0, 4) > 0
+        assert (lengths[0], tokens[0, 0]) == (len(text) - 1, text[-1])
 
 
 def test_what_a_batch_cannot_do_is_refused(target: LocalTarget, draft: CausalLMDrafter) -> None:

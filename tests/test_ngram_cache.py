@@ -147,6 +147,16 @@ def test_a_request_is_learned_when_the_next_begins() -> None:
     assert drafter.propose(request[:50], 4, GENERATOR).token_ids.tolist() == request[50:54].tolist()
 
 
+def test_a_block_of_no_draft_tokens_goes_on_from_the_one_before() -> None:
+    drafter = TrafficDrafter(RequestCache(VOCAB, capacity=4000, segment=40))
+    request = torch.from_numpy(text(1, 60))
+    drafter.propose(request[:50], 4, GENERATOR)
+    for token in request[50:].tolist():
+        drafter.observe(BlockOutcome(Proposal.empty(VOCAB), (token,), 0))
+    drafter.finish()
+    assert drafter.propose(request[:55], 5, GENERATOR).token_ids.tolist() == request[55:].tolist()
+
+
 def test_replay_learns_in_the_order_of_arrival() -> None:
     drafter = TrafficDrafter(RequestCache(VOCAB, capacity=4000, segment=40))
     request = torch.from_numpy(text(1, 80))

@@ -22,6 +22,7 @@ from foredraft.ngram.exports import export_llamacpp_lookup, export_sglang_ngram
 from foredraft.ngram_step import NgramStep
 from foredraft.recipe import settings_from
 from foredraft.trace.store import Absent
+from foredraft.verbs import model_free_spec
 
 COMMON, RARE = "the cat sat on the mat", "the cat ran"
 
@@ -93,6 +94,15 @@ def test_what_cannot_be_built_from_is_refused(target: LocalTarget, texts: list[P
         with pytest.raises(error, match=message):
             call()
     assert not out.exists()
+
+
+def test_a_drafter_that_learns_is_not_put_where_it_hears_nothing(target: LocalTarget) -> None:
+    with pytest.raises(CapabilityError, match="learns from its own blocks, of which tree:max_nodes=4 tells it nothing"):
+        load_drafter("traffic+tree:max_nodes=4", target)
+
+
+def test_the_least_memory_of_traffic_that_a_recipe_allows_is_enough(target: LocalTarget) -> None:
+    assert isinstance(load_drafter(model_free_spec(NgramStep(kind="traffic", capacity=80)), target), Drafter)
 
 
 def test_texts_and_corpus_go_together() -> None:

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from foredraft.checkpoint import DraftManifest
-from foredraft.core.errors import UserError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, UserError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.progress import SILENT
-from foredraft.core.protocols import Answer, Drafter
+from foredraft.core.protocols import EXACT, TOKENS_EXACT, Answer, Drafter
+from foredraft.decoding.stopping import confident
+from foredraft.decoding.trees import tree
 from foredraft.ngram.corpus import joined
 from foredraft.ngram.counts import NgramCounts, count_ngrams, merged
-from foredraft.ngram.hybrid import FirstGuess, Mixture, fitted_shares
+from foredraft.ngram.hybrid import FirstGuess, Mixture, fitted_shares, mixture
 from foredraft.ngram.law import BACKOFF, DISCOUNT, UNSEEN, build_ngram_law, load_ngram_law, ngram_law, updated
 from foredraft.ngram.prompt_lookup import PromptLookup
+from foredraft.ngram.traffic import traffic_drafter
 from foredraft.steps import NgramStep
 from tests.contract_drafter import check_drafter
 
@@ -109,6 +112,23 @@ def test_a_mixture_holds_the_drafter_contract(shares: tuple[float, ...], answers
     check_drafter(Mixture(ngram_law(VOCAB, counted(texts(1)), "interpolated"), neural(), shares), answers)
 
 
+@pytest.mark.parametrize("shares", [(0.0, 0.2, 0.6, 0.9), (1.0, 1.0, 1.0, 1.0)])
+def test_a_mixture_with_guesses_that_may_be_missing_holds_the_drafter_contract(
+    shares: tuple[float, ...], answers: list[Answer]
+) -> None:
+    """Certain guesses, by block start, at some positions only: the n-gram law is alone at the others."""
+    lookup = PromptLookup(VOCAB, max_match=3, min_match=2)
+    mixed = Mixture(ngram_law(VOCAB, counted(texts(1)), "interpolated"), lookup, shares)
+    check_drafter(mixed, answers)
+    assert len(mixed.bind(SamplingLaw()).propose(torch.empty(0, dtype=torch.long), 2, GENERATOR)) == 2
+
+
+def test_first_guess_is_as_exact_as_its_parts() -> None:
+    doubtful = confident(neural(), lambda spec: neural())
+    assert FirstGuess(PromptLookup(VOCAB), neural()).validity == EXACT
+    assert FirstGuess(PromptLookup(VOCAB), doubtful).validity == TOKENS_EXACT
+
+
 def test_first_guess_holds_the_drafter_contract(answers: list[Answer]) -> None:
     check_drafter(FirstGuess(PromptLookup(VOCAB, max_match=3, min_match=2), neural()), answers)
     check_drafter(FirstGuess(neural(), PromptLookup(VOCAB)), answers)
@@ -144,6 +164,9 @@ def test_impossible_hybrids_are_refused() -> None:
     ours = ngram_law(VOCAB, counted(texts(1)), "interpolated")
     with pytest.raises(UserError, match="needs 4 shares"):
         Mixture(ours, neural(), (0.5,))
+    for branching_or_learning in (tree(neural(), lambda spec: neural()), traffic_drafter(VOCAB)):
+        with pytest.raises(CapabilityError, match="grows trees or learns"):
+            mixture(branching_or_learning, lambda spec: ours, ngram="law")
     with pytest.raises(VocabMismatchError, match="speak 7 and 9 tokens"):
         FirstGuess(ours, PromptLookup(9))
     assert Mixture(ours, neural(), (0.5,) * 4).bind(GREEDY).law == GREEDY

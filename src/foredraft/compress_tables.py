@@ -47,9 +47,11 @@ def sensitivity_table(found: Mapping[str, Any], by: str) -> Group:
     measured = [unit for unit in units.values() if unit["measured"] is not None]
     for unit in sorted(measured, key=lambda unit: -unit["measured"]):
         table.add_row(unit["unit"], f"{unit[by]:.3g}", f"{unit['measured']:+.4f}")
+    if not measured:
+        return Group(heat)
     agreement = ", ".join(f"{name} {value:.2f}" for name, value in found["rank_correlation"].items())
-    cost = f"A probe took {found['passes_per_probe']:.2f} passes on the mean. " if measured else ""
-    return Group(heat, table, f"{cost}Rank correlation with what was measured: {agreement}.")
+    cost = f"A probe took {found['passes_per_probe']:.2f} passes on the mean."
+    return Group(heat, table, f"{cost} Rank correlation with what was measured: {agreement}.")
 
 
 def front_table(found: Mapping[str, Any]) -> Group:

@@ -20,6 +20,7 @@ from foredraft.compress.quantize import Rounder, quantize, require_plain, round_
 from foredraft.compress.sensitivity import probed, rank_correlation, sensitivities
 from foredraft.compress.units import HEAD, search_units
 from foredraft.core.errors import UserError
+from foredraft.core.files import refuse_existing
 from foredraft.core.multiples import refuses_head_size, rounded_width
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Speaker
@@ -40,7 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 def prune_draft(
-    source: Path, target: LocalTarget, traces: Sequence[Trace], step: PruneStep, out: Path
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    step: PruneStep,
+    out: Path,
+    progress: Progress = SILENT,
 ) -> DraftManifest:
     """Cut layers, then widths, then rows of the head; heal what is left if asked for. What is written is plain.
 
@@ -48,7 +54,9 @@ def prune_draft(
         UserError: nothing would be left, there is nothing to measure on, or the runtime cannot load what would be.
         RecipeError: a width that the draft cannot have.
         ModelError: the draft is quantized already.
+        OutputError: the folder exists already.
     """
+    refuse_existing(out)
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "prune", step)
     require_plain(draft)
@@ -58,8 +66,8 @@ def prune_draft(
     widths = _rounded_widths(draft, step)
     kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
     if step.layers:
-        bench = _bench(traces, step.answers) if step.by == "acceptance" else None
-        kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens)
+        bench = _bench(traces, step.answers, step.num_draft_tokens) if step.by == "acceptance" else None
+        kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens, progress)
     model, channels = keep_layers(draft.model, kept), None
     if step.is_narrower:
         narrowed = narrow(model, widths, calibration_batches(sample))
@@ -106,7 +114,7 @@ def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
     return widths
 
 
-def _bench(traces: Sequence[Trace], answers: int) -> Bench:
+def _bench(traces: Sequence[Trace], answers: int, k: int) -> Bench:
     """Return the bench of the first trace: figures under several laws do not add up.
 
     Raises:
@@ -115,7 +123,7 @@ def _bench(traces: Sequence[Trace], answers: int) -> Bench:
     if not traces:
         raise UserError("Acceptance is measured on answers of the target, and none was given: collect a trace.")
     info = traces[0].info
-    return Bench.of(traces[0].sample(answers), info.law, info.vocab_size)
+    return Bench.of(traces[0].sample(answers), info.law, info.vocab_size, (k,))
 
 
 def quantize_draft(
@@ -132,7 +140,9 @@ def quantize_draft(
         ModelError: the draft is quantized already.
         RecipeError: a plan that the draft cannot have.
         UserError: gptq without answers.
+        OutputError: the folder exists already.
     """
+    refuse_existing(out)
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "quantize", step)
     require_plain(draft)
@@ -141,6 +151,8 @@ def quantize_draft(
     )
     if not formats:
         raise UserError("bits: every unit stays in 16 bits: there is nothing to round.")
+    if step.activation_bits == 8 and all(chosen.activation_bits == 16 for chosen in formats.values()):
+        _log.warning("activation_bits has no effect: it goes with 8 bits and one scale a row.")
     if HEAD in formats and draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight:
         _log.info(
             "The head is tied to the embedding and gets a matrix of its own in %d bits: a step reads fewer bytes, the "
@@ -174,10 +186,10 @@ def draft_sensitivity(
     require_plain(draft)
     sample = sample_answers(traces, target, settings.answers)
     chosen = WeightFormat(settings.bits, settings.group if settings.bits == 4 else 0)
-    unit_formats(draft.model, search_units(draft.model), {"*": f"4/{settings.group}"}, settings.group)
+    unit_formats(draft.model, search_units(draft.model), {"*": settings.bits}, settings.group)
     found, passes, k = sensitivities(draft, sample, chosen, progress=progress), 0.0, settings.num_draft_tokens
     if settings.probes:
-        bench = _bench(traces, settings.answers)
+        bench = _bench(traces, settings.answers, k)
         found, passes = probed(draft, bench, found, chosen, settings.probes, k, settings.by, progress=progress)
     measured = [one for one in found if not math.isnan(one.measured)]
     losses = [one.measured for one in measured]
@@ -212,7 +224,10 @@ def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list
 
 
 def stored_as(draft: Draft, source: Path, plain: str = "keep") -> Draft:
-    """Return the draft, changed in place: weights that are not rounded in the dtype of `source`, or in bfloat16."""
+    """Return the draft, changed in place: weights that are not rounded are in bfloat16 if `source` or `plain` says so.
+
+    Those of a source in float16 stay in float32.
+    """
     stated = json.loads((source / "config.json").read_text(encoding="utf-8"))
     stored = str(stated.get("dtype") or stated.get("torch_dtype") or "float32")
     if plain == "bfloat16" or stored == "bfloat16":

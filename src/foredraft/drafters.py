@@ -11,10 +11,10 @@ import yaml
 
 from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST
-from foredraft.core.errors import UnknownNameError, UserError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.options import read_options
-from foredraft.core.protocols import Drafter, Speaker, TextReader
+from foredraft.core.protocols import Drafter, Observer, Speaker, TextReader
 from foredraft.lineage import manifest_for
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
@@ -33,12 +33,19 @@ def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) ->
         VocabMismatchError: it does not speak the target's tokens; the message names the first difference.
         UnknownNameError: it is no folder and no known kind.
         UserError: a way of drafting does not take such options.
+        CapabilityError: a drafter that learns stands before a way of drafting that tells it nothing.
     """
     base, *wraps = split_spec(spec)
     drafter = _load_plain(base, target, trust_remote_code)
     for wrap in wraps:
         factory, options = read_wrapper(wrap)
-        drafter = factory(drafter, partial(load_drafter, target=target, trust_remote_code=trust_remote_code), **options)
+        wrapped = factory(drafter, partial(load_drafter, target=target, trust_remote_code=trust_remote_code), **options)
+        if isinstance(drafter, Observer) and not isinstance(wrapped, Observer):
+            raise CapabilityError(
+                f"A drafter of kind {drafter.kind} learns from its own blocks, of which {wrap} tells it nothing: "
+                "leave one of the two out."
+            )
+        drafter = wrapped
     if isinstance(drafter, TextReader) and isinstance(target, LocalTarget):
         return drafter.reading(partial(target.tokenizer.decode, skip_special_tokens=True))
     return drafter

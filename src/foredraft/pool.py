@@ -240,7 +240,7 @@ class _Run:
                 progress,
             ),
             "meta": lambda out: trainings.meta_draft(source, self.target, train, settings, out, progress),
-            "prune": lambda out: compressing.prune_draft(source, self.target, train, settings, out),
+            "prune": lambda out: compressing.prune_draft(source, self.target, train, settings, out, progress),
             "quantize": lambda out: compressing.quantize_draft(source, self.target, train, settings, out, progress),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, settings, out),

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.compress.gptq import GptqRounder
+from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench
 from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
 from foredraft.compress.search import Clock, Limits, Point, best_point, formats_of, pareto_front, search
+from foredraft.compress.units import search_units
 from foredraft.compressing import sample_answers, stored_as
 from foredraft.core.digest import digest_of, file_digest
-from foredraft.core.errors import OutputError, UserError
-from foredraft.core.files import write_json
+from foredraft.core.errors import UserError
+from foredraft.core.files import refuse_existing, write_json
 from foredraft.core.progress import SILENT, Progress
 from foredraft.hardware.profile import load_profile
 from foredraft.lineage import extended, manifest_for
@@ -40,14 +42,15 @@ def compress_draft(
 
     Raises:
         ModelError: the draft is quantized already.
+        RecipeError: a group that does not divide the inputs of a matrix.
         UserError: there is no trace, or no point is within the limits.
         OutputError: the folder exists already.
     """
-    if out.exists():
-        raise OutputError(f"{out} exists already: name a new folder, or delete it.")
+    refuse_existing(out)
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "compress", settings)
     require_plain(draft)
+    unit_formats(draft.model, search_units(draft.model), {"*": 4}, settings.group)
     answers = sample_answers(traces, target, settings.gradients)
     info = traces[0].info
     bench = Bench.of(
@@ -56,7 +59,13 @@ def compress_draft(
     limits = Limits(settings.megabytes * 1e6, settings.milliseconds, settings.tries, settings.chunk, settings.group)
     clock = Clock(target.passes, load_profile(settings.hardware).machine(), settings.context)
     key = digest_of(
-        [file_digest(source / "model.safetensors"), [trace.digest for trace in traces], settings.model_dump()]
+        [
+            file_digest(source / "model.safetensors"),
+            draft.head_token_ids.tolist(),
+            [trace.digest for trace in traces],
+            settings.model_dump(),
+            asdict(clock),
+        ]
     )
     notes = out.with_name(f".{out.name}.search.json")
     points = search(
@@ -68,7 +77,7 @@ def compress_draft(
             "No draft within the limits was found: the smallest reads "
             f"{min(point.bytes for point in points) / 1e6:.1f} MB a step. Raise the limits, or take a smaller draft."
         )
-    written = _made(draft, chosen, settings, answers, source)
+    written = _made(draft, chosen, settings, answers, source, progress)
     sizes = [asdict(size) for size in unit_sizes(written.model)]
     found = {
         "draft": str(out),
@@ -84,14 +93,16 @@ def compress_draft(
     return found
 
 
-def _made(draft: Draft, point: Point, settings: CompressSettings, answers: Sequence[Any], source: Path) -> Draft:
-    """Return the draft that a point stands for, rounded if any of its units is."""
+def _made(
+    draft: Draft, point: Point, settings: CompressSettings, answers: Sequence[Any], source: Path, progress: Progress
+) -> Draft:
+    """Return the draft that a point stands for, rounded if any of its units is; the rest in 16 bits, as it counts."""
     smaller = Draft(keep_layers(draft.model, point.choice.layers), draft.head_token_ids)
     formats = formats_of(draft, point.choice, settings.group)
-    if not formats:
-        return smaller
-    rounder: Rounder = GptqRounder(smaller.model, answers) if settings.method == "gptq" else round_to_nearest
-    return stored_as(quantize(smaller, formats, rounder), source)
+    if formats:
+        rounder: Rounder = GptqRounder(smaller.model, answers) if settings.method == "gptq" else round_to_nearest
+        smaller = quantize(smaller, formats, rounder, progress)
+    return stored_as(smaller, source, "bfloat16")
 
 
 def _noted(notes: Path, key: str) -> list[Point]:

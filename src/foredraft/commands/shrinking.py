@@ -92,7 +92,8 @@ def prune(
 
     step = settings_from(PruneStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    print_draft(out, compressing.prune_draft(draft, loaded, opened_traces(traces), step, out), as_json)
+    manifest = compressing.prune_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    print_draft(out, manifest, as_json)
 
 
 @app.command(

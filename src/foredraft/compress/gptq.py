@@ -42,7 +42,7 @@ def gptq_round(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], 
     scales = [round_rows(weight)[1].float()[:, 0]] if not weight_format.group else []
     for start in range(0, inputs, _BLOCK):
         end = min(start + _BLOCK, inputs)
-        errors = torch.zeros(end - start, left.shape[1])
+        errors = left.new_zeros(end - start, left.shape[1])
         for column in range(start, end):
             if weight_format.group and column % group == 0:
                 # Columns of the group beyond this block have not had their share of its errors yet.
@@ -66,8 +66,9 @@ def inverse_factor(hessian: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
             alone.
     """
     hessian = hessian.double()
-    damped = hessian + torch.diag((hessian.diagonal() == 0).double())
-    damped = damped + _DAMPING * damped.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    size = hessian.diagonal().mean()
+    size = size if size > 0 else torch.ones_like(size)
+    damped = hessian + size * torch.diag((hessian.diagonal() == 0).double() + _DAMPING)
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
 
 

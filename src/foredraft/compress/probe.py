@@ -20,6 +20,7 @@ from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head
 from foredraft.models.layers import layer_stack
+from foredraft.models.loading import max_context
 from foredraft.trace.rows import TraceRow
 
 _POSITIONS = 512
@@ -91,7 +92,7 @@ class Probe:
         head = Head(self._draft.model, self._draft.head_token_ids, num_tokens=self._bench.vocab_size)
         states = torch.cat([final_states(prefix)[prefix.batch.read] for prefix in self._prefixes])
         probs = _emitted_probs(head, states, torch.cat([row.answer_ids for row in self._bench.rows]), self._bench.law)
-        said = _Said(probs, self._bench.law, self._bench.vocab_size)
+        said = _Said(probs, self._bench.law, self._bench.vocab_size, max_context(self._draft.model))
         return AcceptanceReport.of(self._bench.ks, score_rows("the draft", said, self._bench.rows, self._bench.ks))
 
 
@@ -102,11 +103,16 @@ def measure(draft: Draft, bench: Bench) -> AcceptanceReport:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A drafter whose probabilities are known; it cannot draft. Implements as much of Drafter as scoring asks for."""
+    """A drafter whose probabilities are known; it cannot draft. Implements as much of Drafter as scoring asks for.
+
+    Attributes:
+        probs: What it gave to each token of the answers; behind a text of `max_context` tokens it has no guess.
+    """
 
     probs: Float[Tensor, " positions"]
     law: SamplingLaw
     vocab_size: int
+    max_context: int
     kind: str = "causal-lm"
     num_parameters: int = 0
     num_bytes: int = 0
@@ -119,7 +125,8 @@ class _Said:
 
     def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
         parts = self.probs.split([answer.num_tokens for answer in answers])
-        return [EmittedProbs(part, torch.ones(len(part), dtype=torch.bool)) for part in parts]
+        guessed = [torch.arange(answer.num_tokens) + answer.start <= self.max_context for answer in answers]
+        return [EmittedProbs(part * known, known) for part, known in zip(parts, guessed, strict=True)]
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from foredraft.compress.probe import Bench, Probe
 from foredraft.core.errors import UserError
+from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.core.protocols import Answer
 from foredraft.models.draft import Draft
 from foredraft.models.layers import keep_layers, layer_stack
@@ -30,6 +31,7 @@ def layers_to_keep(
     calibration: Sequence[Answer] = (),
     bench: Bench | None = None,
     k: int = 4,
+    progress: Progress = SILENT,
 ) -> list[int]:
     """Return the layers that stay where `count` of them go, increasing; the first and the last always stay.
 
@@ -59,18 +61,22 @@ def layers_to_keep(
     elif by == "block-influence" and not calibration:
         raise UserError("Block influence is measured on answers of the target, and none was given: collect a trace.")
     while len(kept) > num_layers - count:
+        step = f"cut {num_layers - len(kept) + 1} of {count}"
         view = Draft(keep_layers(draft.model, kept, shared=list(draft.model.parameters())), draft.head_token_ids)
         if by == "acceptance" and bench is not None:
             probe = Probe(view, bench)
-            worth = [probe.report_without(layer).mean_tokens_per_call(k) for layer in range(1, len(kept) - 1)]
+            inner = tracked(progress, step, range(1, len(kept) - 1), "layers")
+            worth = [probe.report_without(layer).mean_tokens_per_call(k) for layer in inner]
             kept.pop(1 + max(range(len(worth)), key=worth.__getitem__))
         else:
-            kept.pop(1 + int(block_influence(view.model, calibration)[1:-1].argmin()))
+            kept.pop(1 + int(block_influence(view.model, calibration, progress, step)[1:-1].argmin()))
     return kept
 
 
 @torch.no_grad()
-def block_influence(model: PreTrainedModel, answers: Sequence[Answer]) -> Float[Tensor, " layers"]:
+def block_influence(
+    model: PreTrainedModel, answers: Sequence[Answer], progress: Progress = SILENT, what: str = "block influence"
+) -> Float[Tensor, " layers"]:
     """Return for each layer 1 - the mean cosine between its input and its output, in [0, 2].
 
     The mean runs over the positions that predict an answer token. 0 is a layer that turns nothing.
@@ -87,7 +93,7 @@ def block_influence(model: PreTrainedModel, answers: Sequence[Answer]) -> Float[
 
         return stack[index].register_forward_hook(add)
 
-    for answer in answers:
+    for answer in tracked(progress, what, answers, "answers"):
         handles = [watch(index, answer.start) for index in range(len(stack))]
         try:
             model.base_model(answer.token_ids[None].to(model.device), use_cache=False)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -86,17 +86,20 @@ def sensitivities(
     learning = {weight: weight.requires_grad for weight in model.parameters()}
     for weight in learning:
         weight.requires_grad_(id(weight) in wanted)
-    for answer in tracked(progress, "taking gradients", answers, "answers"):
-        _backward(model, answer)
-        for module, weight in weights.items():
-            gradient = weight.grad
-            if gradient is None:
-                raise UserError(f"{module} has no gradient: the draft does not use it.")
-            sums[module] += gradient
-            fisher[module] += float((gradient * errors[module]).square().sum())
+    try:
+        for answer in tracked(progress, "taking gradients", answers, "answers"):
+            _backward(model, answer, draft.head_token_ids)
+            for module, weight in weights.items():
+                gradient = weight.grad
+                if gradient is None:
+                    raise UserError(f"{module} has no gradient: the draft does not use it.")
+                sums[module] += gradient
+                fisher[module] += float((gradient * errors[module]).square().sum())
+            model.zero_grad(set_to_none=True)
+    finally:
         model.zero_grad(set_to_none=True)
-    for weight, learns in learning.items():
-        weight.requires_grad_(learns)
+        for weight, learns in learning.items():
+            weight.requires_grad_(learns)
     return [_figures(unit, weights, sums, errors, fisher) for unit in units]
 
 
@@ -167,12 +170,16 @@ def _ranks(values: Sequence[float]) -> Float[Tensor, " values"]:
     return below + (equal - 1) / 2
 
 
-def _backward(model: PreTrainedModel, answer: Answer) -> None:
-    """Leave the gradient of the log-probability of an answer in the weights."""
+def _backward(model: PreTrainedModel, answer: Answer, kept: Int[Tensor, " kept"]) -> None:
+    """Leave the gradient of the log-probability of an answer in the weights; of a trimmed head, of what it can say."""
     token_ids = answer.token_ids.to(model.device)
     hidden = model.base_model(token_ids[None, :-1], use_cache=False).last_hidden_state[0, answer.start - 1 :]
-    logprobs = model.get_output_embeddings()(hidden).float().log_softmax(-1)
-    logprobs.gather(-1, token_ids[answer.start :, None]).sum().backward()
+    logits, emitted = model.get_output_embeddings()(hidden).float(), token_ids[answer.start :]
+    if len(kept):
+        kept = kept.to(model.device)
+        said = torch.isin(emitted, kept)
+        logits, emitted = logits[said][:, kept], torch.searchsorted(kept, emitted[said])
+    logits.log_softmax(-1).gather(-1, emitted[:, None]).sum().backward()
 
 
 def _figures(

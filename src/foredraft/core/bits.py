@@ -26,7 +26,12 @@ def checked_plan(value: Any) -> Any:
         ValueError: it is none of them.
     """
     if isinstance(value, Mapping | list | tuple):
-        pairs = [[str(pattern), one] for pattern, one in dict(value).items()]
+        try:
+            pairs = [[str(pattern), one] for pattern, one in dict(value).items()]
+        except TypeError as error:
+            raise ValueError(
+                f"{value!r} is not known. Patterns stand with their bits: {{head: 4, layers.*: 8}}"
+            ) from error
         for _, one in pairs:
             parse_bits(one)
         return pairs

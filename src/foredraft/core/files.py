@@ -44,9 +44,14 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield from _whole_folder(path)
 
 
-def _whole_folder(path: Path) -> Iterator[Path]:
+def refuse_existing(path: Path) -> None:
+    """Raise an OutputError where whole_folder would: ask before long work, not behind it."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise OutputError(f"{path} exists already and is never overwritten: name another folder.")
+
+
+def _whole_folder(path: Path) -> Iterator[Path]:
+    refuse_existing(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -101,14 +106,19 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 
 def _taken(file: BufferedWriter, lock: Path) -> bool:
-    """Return whether this process got the lock, in a file that no other has deleted since it was opened."""
+    """Return whether this process got the lock, in a file that no other has deleted since it was opened.
+
+    A file system that knows no locks, as some of networks, keeps nobody apart: all get it.
+    """
     if fcntl is None:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(file.fileno()).st_ino == lock.stat().st_ino
-    except OSError:
+    except (BlockingIOError, FileNotFoundError):
         return False
+    except OSError:
+        return True
 
 
 def _flush(path: Path) -> None:

@@ -116,6 +116,14 @@ class Observer(Protocol):
 
 
 @runtime_checkable
+class LearnsTexts(Protocol):
+    """A drafter that learns a text as a whole, once it has ended."""
+
+    def finish(self) -> None:
+        """Learn the text whose blocks were observed; nothing if none was."""
+
+
+@runtime_checkable
 class TextReader(Protocol):
     """A drafter that does better where it can read what the tokens say."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError, NonFiniteError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.proposal import Proposal
-from foredraft.core.protocols import BatchDrafter, DraftBatch, Drafter, LearningBatch
+from foredraft.core.protocols import BatchDrafter, DraftBatch, Drafter, LearningBatch, LearnsTexts
 from foredraft.decoding.length import FixedLength, LengthPolicy
 from foredraft.decoding.rules import Rule, verify_chain
 from foredraft.decoding.speculative import Decoded, Limits, Writing, observer, uniforms, verified_chain
@@ -122,7 +122,10 @@ class _OneByOne:
             for number, context in contexts.items()
         }
 
-    def drop(self, number: int) -> None: ...
+    def drop(self, number: int) -> None:
+        drafter = self.drafters[number]
+        if isinstance(drafter, LearnsTexts):
+            drafter.finish()
 
     def learner(self, number: int) -> Drafter:
         return self.drafters[number]

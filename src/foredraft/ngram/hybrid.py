@@ -12,7 +12,7 @@ from foredraft.core.errors import CapabilityError, TraceError, UserError, VocabM
 from foredraft.core.law import SamplingLaw, sample_index
 from foredraft.core.own_law import bound_for
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import Answer, Drafter, EmittedProbs, Observer
+from foredraft.core.protocols import EXACT, Answer, Branching, Drafter, EmittedProbs, Observer, StatesValidity
 from foredraft.ngram.law import NgramLaw
 from foredraft.trace.store import Trace, open_trace
 
@@ -22,6 +22,8 @@ _FIT_STEPS = 101
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """Draws from lambda * n-gram + (1 - lambda) * neural; lossless, as the law it reports is the one drawn from.
+
+    Where the neural drafter has no guess, the n-gram law is alone.
 
     Attributes:
         shares: lambda by the length of the longest context that the n-gram law knows: 0, 1, .. order. Under a
@@ -44,7 +46,8 @@ class Mixture:
 
     @property
     def law(self) -> SamplingLaw:
-        return self.neural.law
+        """The law of the part that samples, if one does."""
+        return self.ngram.law if self.neural.law.is_greedy else self.neural.law
 
     @property
     def num_parameters(self) -> int:
@@ -61,9 +64,10 @@ class Mixture:
         tokens, rows = context, torch.empty(k, self.vocab_size)
         uniforms = torch.rand(k, generator=generator, dtype=torch.float64).tolist()
         for index in range(k):
-            answer = Answer(torch.cat([tokens, tokens[-1:]]), len(tokens))
+            answer = Answer(torch.cat([tokens, tokens.new_zeros(1)]), len(tokens))
             share = float(self._shares(self.ngram.matched(answer))[0])
-            rows[index] = share * _next_law(self.ngram, tokens) + (1.0 - share) * _next_law(self.neural, tokens)
+            ours, theirs = _next_law(self.ngram, tokens), _next_law(self.neural, tokens)
+            rows[index] = share * ours + (1.0 - share) * (theirs if len(theirs) else ours)
             tokens = torch.cat([tokens, torch.tensor([sample_index(rows[index], uniforms[index])])])
         drafted = tokens[len(context) :]
         if self.law.is_greedy:
@@ -73,10 +77,10 @@ class Mixture:
     def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
         mixed = []
         for answer, ours, theirs in zip(
-            answers, self.ngram.replay(answers, k), self.neural.replay(answers, k), strict=True
+            answers, self.ngram.replay(answers, 1), self.neural.replay(answers, 1), strict=True
         ):
             shares = self._shares(self.ngram.matched(answer))
-            probs = shares * ours.probs + (1.0 - shares) * theirs.probs
+            probs = shares * ours.probs + (1.0 - shares) * _or_ngram(theirs, ours)
             mixed.append(EmittedProbs(probs, torch.ones_like(ours.guessed)))
         return mixed
 
@@ -125,10 +129,11 @@ def shares_on(trace: Trace, ngram: NgramLaw, neural: Drafter, answers: int) -> t
     if not rows:
         raise TraceError(f"{trace.path} holds no answers: collect some before fitting a mixture to them.")
     texts = [Answer(torch.cat([row.prompt_ids, row.answer_ids]), len(row.prompt_ids)) for row in rows]
-    ours, theirs = bound_for(ngram, trace.info.law), bound_for(neural, trace.info.law)
+    ours = bound_for(ngram, trace.info.law).replay(texts, 1)
+    theirs = bound_for(neural, trace.info.law).replay(texts, 1)
     return fitted_shares(
-        torch.cat([emitted.probs for emitted in ours.replay(texts, 1)]),
-        torch.cat([emitted.probs.reshape(-1) for emitted in theirs.replay(texts, 1)]),
+        torch.cat([emitted.probs for emitted in ours]),
+        torch.cat([_or_ngram(guess, own) for guess, own in zip(theirs, ours, strict=True)]),
         torch.cat([row.logprobs.exp() for row in rows]),
         torch.cat([ngram.matched(text) for text in texts]),
         ngram.counts.order,
@@ -154,13 +159,17 @@ def mixture(
 
     Raises:
         UserError: no n-gram law is named, or several ways of setting lambda are.
-        CapabilityError: it is another kind of draft, which has no law to mix.
+        CapabilityError: it is another kind of draft, which has no law to mix, or the drafter grows trees or learns.
     """
     if not ngram:
         raise UserError("A mixture needs ngram=DRAFT, a checkpoint of kind ngram-law (foredraft build-ngram).")
     law = load(ngram)
     if not isinstance(law, NgramLaw):
         raise CapabilityError(f"{ngram} is of kind {law.kind}, whose guesses have no law to mix: name an ngram-law.")
+    if isinstance(drafter, Branching | Observer):
+        raise CapabilityError(
+            f"A drafter of kind {drafter.kind} grows trees or learns from its own blocks: mix what it is made of."
+        )
     _require_same_vocabulary(law, drafter)
     if shares and fit:
         raise UserError("Give a mixture either shares or a trace to fit them on.")
@@ -203,6 +212,12 @@ class FirstGuess:
     @property
     def num_bytes(self) -> int:
         return self.first.num_bytes + self.second.num_bytes
+
+    @property
+    def validity(self) -> str:
+        """What of its replay is exact: no more than of either part; see StatesValidity."""
+        stated = [part.validity for part in (self.first, self.second) if isinstance(part, StatesValidity)]
+        return next((one for one in stated if one != EXACT), EXACT)
 
     def bind(self, law: SamplingLaw) -> "FirstGuess":
         return FirstGuess(self.first.bind(law), self.second.bind(law))
@@ -251,10 +266,15 @@ def _by_block_start(emitted: EmittedProbs, k: int) -> tuple[Float[Tensor, "answe
     return emitted.probs[at] * guessed, guessed
 
 
-def _next_law(drafter: Drafter, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, " vocab"]:
-    """Return the law that a drafter draws the next token from; the draw itself is thrown away."""
+def _next_law(drafter: Drafter, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, " _"]:
+    """Return the law that a drafter draws the next token from, empty without a guess; the draw is thrown away."""
     proposal = drafter.propose(tokens, 1, torch.Generator())
-    return proposal.laws.probs(0, int(proposal.token_ids[0])).float()
+    return proposal.laws.probs(0, int(proposal.token_ids[0])).float().cpu() if len(proposal) else torch.empty(0)
+
+
+def _or_ngram(theirs: EmittedProbs, ours: EmittedProbs) -> Float[Tensor, " answer"]:
+    """Return what the neural law gave to each token, and the n-gram law where that had no guess."""
+    return torch.where(theirs.guessed.reshape(-1), theirs.probs.reshape(-1), ours.probs)
 
 
 def _require_same_vocabulary(ours: Drafter, theirs: Drafter) -> None:

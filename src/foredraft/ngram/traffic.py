@@ -67,7 +67,8 @@ class TrafficDrafter:
         """Take note of the last block; text that does not go on from the noted request ends that request."""
         request = np.concatenate([self._context, np.array(outcome.emitted, np.int64)])
         self._end_unless_it_goes_on(request)
-        self._request = request
+        # A block of no draft tokens is observed without a proposal: it goes on from here.
+        self._request = self._context = request
 
     def finish(self) -> None:
         """Learn the request that was noted; nothing if none was."""
@@ -97,10 +98,9 @@ def traffic_drafter(
         UserError: no such policy, or no room for two segments.
         CheckpointError: the file is missing, truncated or damaged.
     """
-    cache = (
-        RequestCache.load(Path(file), vocab_size, "") if file else RequestCache(vocab_size, capacity, segment, policy)
-    )
-    return TrafficDrafter(cache)
+    if file:
+        return TrafficDrafter(RequestCache.load(Path(file), vocab_size, ""))
+    return TrafficDrafter(RequestCache(vocab_size, capacity, min(segment, capacity // 2), policy))
 
 
 def _over(
