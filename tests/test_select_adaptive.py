@@ -1,5 +1,7 @@
 """The adaptive drafter as a drafter: the contract, replay that equals decoding, what a batch shares, its errors."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -32,9 +34,13 @@ def test_a_fixed_choice_holds_the_contract_of_drafters() -> None:
     generator = torch.Generator().manual_seed(0)
     phrase = torch.randint(0, 5, (6,), generator=generator)
     answers = [Answer(phrase.repeat(2), 7), Answer(torch.randint(0, 5, (9,), generator=generator), 4)]
+    table = torch.randn(25, 5, generator=generator)
+
+    def made(arm: int) -> AdaptiveDrafter:
+        return AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table))
+
     for arm in (0, 4):
-        table = torch.randn(25, 5, generator=generator)
-        check_drafter(AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table)), answers)
+        check_drafter(made(arm), answers, again=partial(made, arm))
 
 
 @pytest.mark.parametrize("policy", names("policies"))
