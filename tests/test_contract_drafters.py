@@ -80,7 +80,7 @@ def test_wrapped_drafter_without_a_model_holds_the_contract(name: str, answers: 
 
 
 def test_no_way_of_drafting_is_left_out() -> None:
-    """A cascade needs models; tests/test_decoding_registered.py decodes with it. test_select_adaptive.py has the other."""
+    """A cascade needs models; tests/test_decoding_registered.py decodes with it. test_select_adaptive.py: the rest."""
     assert set(names("wrappers")) == {"adaptive", "cascade", *WRAPPED}
 
 

@@ -111,14 +111,27 @@ def test_what_cannot_be_is_refused_in_words(spec: str, message: str) -> None:
 
 def test_policies_refuse_options_that_are_none() -> None:
     for text, message in (
-        ("ucb:width=wide", "no option=number"),
-        ("ucb:height=1", "unexpected keyword"),
+        ("ucb:width=wide", "width is a number, not 'wide'"),
+        ("ucb:height=1", "ucb takes width, not 'height'"),
+        ("ucb:watches=1", "ucb takes width, not 'watches'"),
+        ("ucb:width=nan", "ucb:width=nan: width lies in 0 .. 1,000,000"),
+        ("hedge:eta=-1", "hedge:eta=-1: eta lies in 0 .. 1,000,000"),
+        ("thresholds:limit=-3", "limit lies in 0 .. 1,000,000"),
+        ("marginal:eta=1", "marginal takes no options, not 'eta'"),
         ("score:speed=-1", "Weights of a score lie in"),
         ("score:speed=0", "one of them above 0"),
         ("score:speed=1e99", "Weights of a score lie in"),
     ):
         with pytest.raises(UserError, match=message):
             read_policy(text)
+
+
+def test_an_arm_that_is_none_is_refused() -> None:
+    table = torch.randn(25, 5, generator=torch.Generator().manual_seed(1))
+    for arm in ("5", "-1", "1.5"):
+        drafter = AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table))
+        with pytest.raises(UserError, match=f"fixed:arm={arm}: there are arms 0 to 4"):
+            drafter.propose(torch.tensor([1, 2]), 3, torch.Generator())
 
 
 def test_drafters_of_two_vocabularies_are_refused() -> None:
