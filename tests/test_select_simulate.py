@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.core.errors import UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.speedup import best_length_marginal
-from foredraft.select.arms import Arms
+from foredraft.select.arms import PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Controller
+from foredraft.select.ledger import Memory, Vigilance
 from foredraft.select.policies import read_policy
 from foredraft.select.simulate import (
     Traffic,
@@ -122,6 +124,27 @@ def test_a_drafter_that_was_given_up_is_tried_again() -> None:
     assert controller.shifts > 0
 
 
+def test_watching_while_drafting_leaves_the_budget_for_watching_where_nothing_is_drafted() -> None:
+    """Right for 200 blocks, then useless: once nothing is drafted, the drafters are still scored."""
+    controller = Controller(Arms.of(("one", "other"), LENGTHS), COSTS, read_policy("marginal"), (True, True))
+    watched = []
+    for block in range(300):
+        choice, accepted = controller.decide(), 8 if block < 200 else 0
+        controller.seen(0, 0, 8, 8, accepted)
+        controller.seen(0, 1, 8, 8, 0)
+        controller.done(choice, choice.k, min(accepted, choice.k) + 1)
+        if block >= 200 and choice.arm == PLAIN:
+            watched.append(choice.watch)
+    assert any(watched)
+
+
+def test_costs_that_do_not_cover_the_choice_are_refused() -> None:
+    arms = Arms.of(("one", "other"), LENGTHS)
+    for costs in (BlockCosts.by_ratio([0.1, 0.1], 7), BlockCosts.by_ratio([0.1], 8)):
+        with pytest.raises(UserError, match="needed are 2 of up to 8, and steps of up to 9"):
+            Controller(arms, costs, read_policy("marginal"), (True, True))
+
+
 def test_as_the_batch_grows_the_length_goes_to_zero() -> None:
     """Target steps that take as long as they have tokens: speculation stops by itself."""
     answer = made_up([(0.6, 0.3, 500)], seed=4)
@@ -143,12 +166,13 @@ def test_the_largest_rate_has_the_length_of_the_marginal_rule() -> None:
     for first, ratio in ((0.9, 0.02), (0.8, 0.1), (0.6, 0.05), (0.3, 0.4)):
         acceptance = [first * 0.95**position for position in range(8)]
         costs = BlockCosts.by_ratio([ratio], 8)
-        controller = Controller(Arms.of(("draft",), range(1, 9)), costs, read_policy("marginal"), (False,))
+        controller = Controller(
+            Arms.of(("draft",), range(1, 9)), costs, read_policy("marginal"), (False,),
+            memory=Memory(fade=1.0), vigilance=Vigilance(surprise=0.0, drift=9.0),
+        )  # fmt: skip
         chance = np.random.default_rng(0)
         for _ in range(800):
             run = np.logical_and.accumulate(chance.random(8) < acceptance).sum()
-            controller.ledger._beliefs[3] = 1.0
-            controller.ledger._alarm[:] = (0.0, 9.0, 1.0)
             controller.seen(0, 0, 8, 8, int(run))
         wanted = best_length_marginal(acceptance, ratio, lambda width: 1.0)
         assert abs(controller.decide().k - wanted) <= (1 if wanted else 0)

@@ -91,8 +91,8 @@ def select(
         if not traces or not drafters or len(found) > 1:
             raise UserError("--simulate needs --trace and --drafter, and takes the times of one report at most.")
         settings = settings_from(SimulateSettings, overrides)
-        known = found[0] if found else None
-        figures = simulate_policies(traces=opened_traces(traces), specs=drafters, policies=policies or names("policies"),
+        known, wanted = found[0] if found else None, policies or names("policies")
+        figures = simulate_policies(traces=opened_traces(traces), specs=drafters, policies=wanted,
                                     settings=settings, report=known, progress=progress_bars(), out=out)  # fmt: skip
         print_figures(figures, simulation_table(figures), as_json)
         return

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from foredraft.core.errors import UserError
 from foredraft.select.arms import NOBODY, PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.ledger import EVERYWHERE, Ledger, Memory, Vigilance
@@ -89,9 +90,20 @@ class Controller:
         self.price(costs)
 
     def price(self, costs: BlockCosts) -> None:
-        """Take other costs from here on, such as those of another number of requests."""
+        """Take other costs from here on, such as those of another number of requests.
+
+        Raises:
+            UserError: they are of other drafters, or of shorter blocks than there are to choose.
+        """
+        drafters, longest = len(self.arms.names), self.arms.longest
+        if costs.drafts.shape[0] != drafters or min(costs.drafts.shape[1], len(costs.target)) <= longest:
+            raise UserError(
+                f"The costs hold {costs.drafts.shape[0]} drafters of up to {costs.drafts.shape[1] - 1} tokens and target"
+                f" steps of up to {len(costs.target)}; needed are {drafters} of up to {longest}, and steps of up to"
+                f" {longest + 1}."
+            )
         self.costs = costs
-        asking = [float(costs.drafts[d, -1]) * free for d, free in enumerate(self.model_free)]
+        asking = [float(costs.drafts[d, longest]) * free for d, free in enumerate(self.model_free)]
         # By the drafter that is used anyway, NOBODY last: the time of asking the others that have no model.
         self._watching = [sum(asking) - own for own in (*asking, 0.0)]
         self._plain, self._target, self._drafts = costs.plain, costs.target.tolist(), costs.drafts.tolist()
@@ -124,7 +136,7 @@ class Controller:
             self.ledger.grow_old()
         if choice.is_probe:
             self._probed += max(0.0, seconds - tokens * self._plain)
-        elif choice.watch:
+        elif choice.watch and choice.arm == PLAIN:
             self._watched += self._watching[choice.drafter]
         return seconds
 
