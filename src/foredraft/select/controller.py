@@ -96,11 +96,11 @@ class Controller:
             UserError: they are of other drafters, or of shorter blocks than there are to choose.
         """
         drafters, longest = len(self.arms.names), self.arms.longest
-        if costs.drafts.shape[0] != drafters or min(costs.drafts.shape[1], len(costs.target)) <= longest:
+        priced, lengths = costs.drafts.shape
+        if priced != drafters or min(lengths, len(costs.target)) <= longest:
             raise UserError(
-                f"The costs hold {costs.drafts.shape[0]} drafters of up to {costs.drafts.shape[1] - 1} tokens and target"
-                f" steps of up to {len(costs.target)}; needed are {drafters} of up to {longest}, and steps of up to"
-                f" {longest + 1}."
+                f"The costs hold {priced} drafters of up to {lengths - 1} tokens and target steps of up to "
+                f"{len(costs.target)}; needed are {drafters} of up to {longest}, and steps of up to {longest + 1}."
             )
         self.costs = costs
         asking = [float(costs.drafts[d, longest]) * free for d, free in enumerate(self.model_free)]
