@@ -102,6 +102,8 @@ def test_it_is_a_way_of_drafting() -> None:
         ("prompt-lookup+adaptive:lengths=a-b", "lengths are numbers with - between"),
         ("prompt-lookup+adaptive:lengths=0", "draft lengths of 1 or more"),
         ("prompt-lookup+adaptive:target_growth=-0.9", "positive target steps"),
+        ("prompt-lookup+adaptive:others=traffic|traffic", "traffic stands twice"),
+        ("suffix-automaton+tree+adaptive", "chooses among chains: tree grows trees"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(spec: str, message: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.catalog import resolve
 from foredraft.core.errors import UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.speedup import best_length_marginal
@@ -213,3 +214,12 @@ def test_drawn_tokens_are_accepted_with_their_chance() -> None:
     assert stream.model_free == (False, True)
     assert (stream.answers[0].matched[0] > 0).mean() == pytest.approx(expected, abs=0.04)
     assert drafters["lookup"].law == GREEDY
+
+
+def test_what_learns_from_an_answer_knows_it_at_the_next() -> None:
+    text = list(range(40, 70))
+    rows = [trace_row(name, [1, 2, 3], text) for name in ("a", "b")]
+    learner = resolve("drafters", "traffic")(100, capacity=4096, segment=64)
+    first, second = (answer.matched[0] for answer in record({"traffic": learner}, rows, 4).answers)
+    assert first.sum() == 0
+    assert second.mean() > 2
