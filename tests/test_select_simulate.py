@@ -125,6 +125,24 @@ def test_a_drafter_that_was_given_up_is_tried_again() -> None:
     assert controller.shifts > 0
 
 
+def test_thresholds_take_the_stronger_drafter_where_guesses_fail_and_long_blocks_where_they_hold() -> None:
+    """Guesses without a law count too, those of a greedy model among them."""
+    costs = BlockCosts.by_ratio([0.002, 0.2], 8)
+    arms = Arms.of(("weak", "strong"), (1, 4, 8))
+    controller = Controller(arms, costs, read_policy("thresholds"), (True, False))
+
+    def after(drafter: int, accepted: int) -> tuple[str, int]:
+        for _ in range(150):
+            controller.seen(0, drafter, 8, 8, accepted)
+        choice = controller.decide()
+        return arms.names[choice.drafter], choice.k
+
+    assert after(0, 8) == ("weak", 8)
+    assert after(0, 0)[0] == "strong"
+    assert after(1, 8) == ("strong", 8)
+    assert after(1, 0) == ("strong", 1)
+
+
 def test_watching_while_drafting_leaves_the_budget_for_watching_where_nothing_is_drafted() -> None:
     """Right for 200 blocks, then useless: once nothing is drafted, the drafters are still scored."""
     controller = Controller(Arms.of(("one", "other"), LENGTHS), COSTS, read_policy("marginal"), (True, True))

@@ -83,7 +83,7 @@ class Controller:
         self._probed, self._watched = 0.0, 0.0
         self._last_seen = [0] * drafters
         self._entropy, self._surprise = np.full(drafters, _UNSEEN), np.zeros(drafters)
-        self._perplexity = np.ones(drafters)
+        self._perplexity, self._has_laws = np.ones(drafters), [False] * drafters
         shares, chance = np.array(memory_share or [0.0] * drafters), np.random.default_rng(seed)
         self._view = View(arms, self.ledger.worth, self._entropy, self._perplexity, shares, chance)
         self._choice = lru_cache(maxsize=None)(self._made)
@@ -123,8 +123,8 @@ class Controller:
         if self.ledger.see(situation, drafter, asked, offered, accepted):
             self.shifts += 1
         self._last_seen[drafter] = self.blocks
-        if self.policy.by_laws and offered and self.model_free[drafter]:
-            self._take_certain(drafter, accepted > 0)
+        if self.policy.by_laws and offered and not self._has_laws[drafter]:
+            self._take_certain(drafter)
 
     def done(self, choice: Choice, offered: int, tokens: int) -> float:
         """Count a block that was decoded, whatever it was worth; return the seconds it took, as measured."""
@@ -142,15 +142,18 @@ class Controller:
 
     def laws(self, drafter: int, entropy: float, surprise: float) -> None:
         """Take note of a drafter's latest law: its entropy, and -log of what it gave to emitted tokens, in nats."""
+        self._has_laws[drafter] = True
+        self._note(drafter, entropy, surprise)
+
+    def _note(self, drafter: int, entropy: float, surprise: float) -> None:
         self._entropy[drafter] = entropy
         self._surprise[drafter] += (1.0 - _SLOW) * (surprise - self._surprise[drafter])
         self._perplexity[drafter] = math.exp(self._surprise[drafter])
 
-    def _take_certain(self, drafter: int, hit: bool) -> None:
-        """Note the same of certain guesses, as of a law that is right as often as they lately were."""
-        right = min(max(self.ledger.acceptance(drafter), 0.01), 0.99)
-        entropy = -right * math.log(right) - (1.0 - right) * math.log(1.0 - right)
-        self.laws(drafter, entropy, -math.log(right if hit else 1.0 - right))
+    def _take_certain(self, drafter: int) -> None:
+        """Note the same of certain guesses: right with chance p is as unsure as a law over 1 / p equal tokens."""
+        unsure = -math.log(max(self.ledger.acceptance(drafter), 0.01))
+        self._note(drafter, unsure, unsure)
 
     def _made(self, arm: int, place: int, watch: bool, is_probe: bool) -> Choice:
         return Choice(arm, int(self.arms.drafter[arm]), int(self.arms.k[arm]), place, watch, is_probe)

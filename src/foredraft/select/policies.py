@@ -28,8 +28,8 @@ class View:
 
     Attributes:
         worth: Estimates by arm.
-        entropy: By drafter, in nats: of its latest law; of certain guesses, of being right or wrong.
-        perplexity: By drafter: of the latest emitted tokens under its laws; of certain guesses alike.
+        entropy: By drafter, in nats: of its latest law; of certain guesses, -log of how often they were right lately.
+        perplexity: By drafter: of the latest emitted tokens under its laws; of certain guesses 1 / how often right.
         memory: By drafter: its bytes / the target's.
         chance: For policies that draw.
     """
