@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -20,9 +21,12 @@ from foredraft.choosing import choice_table, choose_among, merged
 from foredraft.cli import app
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
+from foredraft.core.protocols import Answer
 from foredraft.core.roofline import PassFacts
 from foredraft.select.portfolio import best_portfolio, doubts, over_mix, pareto_front
-from foredraft.settings import SelectSettings
+from foredraft.selection import costs_for
+from foredraft.settings import SelectSettings, SimulateSettings
+from tests.toys import Lookup
 
 FACTS = PassFacts(2e9, 2e9, 2e9, 1e5, 1e5, 20, "bfloat16")
 TARGET = {
@@ -105,6 +109,18 @@ def test_a_batch_size_has_its_own_choice() -> None:
     assert choose_among([made], SelectSettings(memory_fraction=0.9, batch_size=16))["drafter"] == ""
     with pytest.raises(UserError, match="did not time 8 requests together, only 1, 16"):
         choose_among([made], SelectSettings(batch_size=8))
+
+
+def test_a_report_keeps_what_plain_steps_and_blocks_take_beside_the_models() -> None:
+    seconds, beside, beside_plain = (Seconds(one, one, one) for one in (0.01, 0.003, 0.002))
+    costs = Costs((seconds, seconds), {"a": {1: Seconds(0.001, 0.001, 0.001)}}, beside, beside_plain)
+    counted = AcceptanceReport.of([1], [_counted(index, 60.0) for index in range(4)])
+    facts = {"a": DrafterFacts("causal-lm", 10**8, 10**8)}
+    made = build_report(TARGET, [LawScores(SamplingLaw(), {"a": counted}, costs, {})], facts)
+    answer = Answer(torch.tensor([1, 2, 3]), 1)
+    found = costs_for({"a": Lookup(5)}, answer, 1, SimulateSettings(lengths=[1]), made, temperature=1.0)
+    assert found.plain == pytest.approx(costs.plain_seconds)
+    assert found.drafts[0, 1] + found.target[1] + found.overhead == pytest.approx(costs.block_seconds("a", 1))
 
 
 def test_the_context_counts_as_memory_of_both() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foredraft.catalog import resolve
-from foredraft.core.errors import UserError
+from foredraft.core.errors import OutputError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.speedup import best_length_marginal
 from foredraft.select.arms import PLAIN, Arms
@@ -217,6 +217,11 @@ def test_a_trace_is_simulated_from_the_command_line_down(tmp_path: Path) -> None
     table = simulation_table(found)
     assert "hedge, by domain:" in table
     assert "none was measured" in table
+    with pytest.raises(UserError, match="--drafter long stands twice: write name=spec"):
+        simulate_policies([trace], ["long=suffix-automaton", "long=prompt-lookup"], ["hedge"], SimulateSettings())
+    (tmp_path / "there.json").write_text("")
+    with pytest.raises(OutputError, match="never overwritten"):
+        simulate_policies([trace], ["prompt-lookup"], ["hedge"], SimulateSettings(), out=tmp_path / "there.json")
 
 
 def test_drawn_tokens_are_accepted_with_their_chance() -> None:

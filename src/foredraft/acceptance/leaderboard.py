@@ -138,6 +138,7 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts], target: Mapping[s
             str(n + 1): step.median for n, step in enumerate(scores.costs.target if scores.costs else ())
         },
         "overhead_seconds": scores.costs.overhead.median if scores.costs else None,
+        "plain_overhead_seconds": scores.costs.plain_overhead.median if scores.costs else None,
         "batch": {
             str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
             for rows, costs in _by_batch(scores).items()
