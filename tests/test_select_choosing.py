@@ -214,6 +214,13 @@ def test_a_larger_portfolio_is_never_slower_and_keeps_the_limit(rows: list[tuple
     assert over_mix({"x": 2.0, "y": 2.0}, mix) == pytest.approx(2.0)
 
 
+def test_of_equally_fast_portfolios_the_smallest_wins() -> None:
+    speedups = {name: {"x": 2.0, "y": 1.5} for name in ("a", "b", "c")}
+    for count in (1, 2):
+        found = best_portfolio(speedups, {"x": 0.5, "y": 0.5}, count, {"a": 30, "b": 10, "c": 20}, 100.0)
+        assert found.drafters == ("b",)
+
+
 def test_equal_figures_can_never_be_told_apart() -> None:
     figures = {"a": Figure(1.5, 1.4, 1.6), "b": Figure(1.5, 1.4, 1.6)}
     (doubt,) = doubts("a", figures, 10)
