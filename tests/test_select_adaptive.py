@@ -23,9 +23,10 @@ SPEAKER = Absent("tiny", "f", "float32", 272, "t")
 
 
 def portfolio(policy: str, table: torch.Tensor, lengths: tuple[int, ...] = (1, 3)) -> Portfolio:
+    """Return a drafter that is scored on every block beside one that is scored when it drafts."""
     drafters: dict[str, Drafter] = {
         "lookup": Lookup(table.shape[1]),
-        "guess": MarkovDrafter(table, GREEDY, order=2),
+        "guess": MarkovDrafter(table, GREEDY, order=2, num_parameters=1),
     }
     return Portfolio(drafters, lengths, {1: BlockCosts.by_ratio([0.001, 0.002], max(lengths))}, read_policy(policy))
 

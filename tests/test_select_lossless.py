@@ -17,6 +17,8 @@ from foredraft.select.policies import read_policy
 from tests.test_decoding_lossless import DRAFT, MIDDLE, Way, assert_lossless
 from tests.toys import Lookup, MarkovDrafter, MarkovSession
 
+QUICK = ("hedge", "thresholds")  # one that draws, and the one that looks at laws; the others are enumerated with -m slow
+
 
 def adaptive(policy: str, uniform: Callable[[], float] | None = None) -> AdaptiveDrafter:
     """Return an adaptive drafter over two models and a lookup, cheap enough that all of them are chosen."""
@@ -30,7 +32,13 @@ def adaptive(policy: str, uniform: Callable[[], float] | None = None) -> Adaptiv
     return AdaptiveDrafter(Portfolio(drafters, (1, 2), {1: costs}, read_policy(policy)), law)
 
 
-@pytest.mark.parametrize("policy", [*names("policies"), "fixed:arm=2"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=() if policy in QUICK else pytest.mark.slow)
+        for policy in (*names("policies"), "fixed:arm=2")
+    ],
+)
 def test_every_policy_keeps_the_targets_law_exactly(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_lossless(Way(lambda uniform: adaptive(policy, uniform), length=2), monkeypatch)
 

@@ -92,7 +92,10 @@ def test_the_fastest_path_is_the_best_of_all_paths() -> None:
     assert position_oracle(traffic(answer), COSTS, LENGTHS).seconds[0] == pytest.approx(best(0))
 
 
-@pytest.mark.parametrize("policy", ["hedge", "marginal", "contextual", "ucb", "thompson"])
+@pytest.mark.parametrize(
+    "policy",
+    ["hedge", *(pytest.param(name, marks=pytest.mark.slow) for name in ("marginal", "contextual", "ucb", "thompson"))],
+)
 def test_text_that_no_drafter_can_guess_costs_almost_nothing(policy: str) -> None:
     """At least .98 of plain decoding, the cold start and the price of choosing included."""
     stream = traffic(made_up([(0.01, 0.01, 1500)]))
