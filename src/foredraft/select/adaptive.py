@@ -236,12 +236,12 @@ class _Stream:
 
     def _learn(self, choice: Choice, outcome: BlockOutcome) -> None:
         offered, accepted = len(outcome.proposal), outcome.num_accepted
+        if outcome.proposal.laws.dense.shape[0]:
+            self._controller.laws(choice.drafter, *_figures(outcome))
         if not (choice.watch and self._controller.model_free[choice.drafter]):
             # A block that the answer's end cut shows nothing of the tokens behind it.
             asked = accepted if len(outcome.emitted) <= accepted else self._asked
             self._controller.seen(choice.situation, choice.drafter, asked, min(offered, asked), accepted)
-        if outcome.proposal.laws.dense.shape[0]:
-            self._controller.laws(choice.drafter, *_figures(outcome))
 
     def _watch(
         self, choice: Choice, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator
