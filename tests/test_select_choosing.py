@@ -23,6 +23,7 @@ from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.protocols import Answer
 from foredraft.core.roofline import PassFacts
+from foredraft.select.adaptive import AdaptiveDrafter
 from foredraft.select.portfolio import best_portfolio, doubts, over_mix, pareto_front
 from foredraft.selection import costs_for
 from foredraft.settings import SelectSettings, SimulateSettings
@@ -121,6 +122,13 @@ def test_a_report_keeps_what_plain_steps_and_blocks_take_beside_the_models() -> 
     found = costs_for({"a": Lookup(5)}, answer, 1, SimulateSettings(lengths=[1]), made, temperature=1.0)
     assert found.plain == pytest.approx(costs.plain_seconds)
     assert found.drafts[0, 1] + found.target[1] + found.overhead == pytest.approx(costs.block_seconds("a", 1))
+
+
+def test_a_report_says_what_holds_of_a_drafter_that_chooses() -> None:
+    counted = AcceptanceReport.of([1], [_counted(index, 60.0) for index in range(4)])
+    facts = {"a": DrafterFacts("adaptive", 0, 0, validity=AdaptiveDrafter.validity)}
+    made = build_report(TARGET, [LawScores(SamplingLaw(), {"a": counted}, None, {})], facts)
+    assert any(note.startswith("a: chooses anew for each block") for note in made["notes"])
 
 
 def test_the_context_counts_as_memory_of_both() -> None:

@@ -13,7 +13,7 @@ from foredraft.core.errors import CapabilityError, UserError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.own_law import bound_for
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import Answer, BlockOutcome, Branching, Drafter, EmittedProbs, Observer
+from foredraft.core.protocols import CONTROLLED, Answer, BlockOutcome, Branching, Drafter, EmittedProbs, Observer
 from foredraft.select.arms import NOBODY, PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Budget, Choice, Controller
@@ -26,7 +26,6 @@ from foredraft.select.watching import Watched, Watching
 
 KIND = "adaptive"
 _LIKELY = 0.5
-CONTROLLED = "exact at the longest draft length where guesses are certain, else one draw"
 
 
 @dataclass(frozen=True, slots=True)
