@@ -71,6 +71,15 @@ def test_drafters_of_several_reports_stand_in_one_choice() -> None:
     assert set(chosen["reasons"]) == {"a", "b"}
 
 
+def test_batch_sizes_that_one_report_did_not_time_are_left_out() -> None:
+    one, other = report(a=(60, 90)), report(b=(90, 60))
+    del other["laws"][0]["batch"]["16"], other["laws"][0]["drafters"][0]["batch"]["16"]
+    for pair in ([one, other], [other, one]):
+        assert {row["batch_size"] for row in choose_among(pair, ROOMY)["figures"]} == {1}
+        with pytest.raises(UserError, match="did not time 16 requests together"):
+            choose_among(pair, SelectSettings(memory_fraction=0.9, batch_size=16))
+
+
 def test_two_specialists_beat_the_best_single_drafter() -> None:
     made = report(a=(60, 90), b=(90, 60), c=(70, 70))
     pair = choose_among([made], SelectSettings(memory_fraction=0.9, portfolio=2))["portfolio"]

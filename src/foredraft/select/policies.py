@@ -241,7 +241,7 @@ def read_policy(text: str) -> Policy:
         UserError: it takes no such option, or its value is none that makes sense.
     """
     factory = resolve("policies", text.partition(":")[0])
-    takes = {one.name: float for one in inspect.signature(factory).parameters.values() if one.annotation is float}
+    takes = {one.name: float for one in inspect.signature(factory).parameters.values() if one.annotation in (float, "float")}
     return factory(**read_options(text, takes))
 
 
