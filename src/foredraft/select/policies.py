@@ -241,7 +241,8 @@ def read_policy(text: str) -> Policy:
         UserError: it takes no such option, or its value is none that makes sense.
     """
     factory = resolve("policies", text.partition(":")[0])
-    takes = {one.name: float for one in inspect.signature(factory).parameters.values() if one.annotation in (float, "float")}
+    options = inspect.signature(factory).parameters.values()
+    takes = {one.name: float for one in options if one.annotation in (float, "float")}
     return factory(**read_options(text, takes))
 
 
