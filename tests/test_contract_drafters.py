@@ -80,8 +80,8 @@ def test_wrapped_drafter_without_a_model_holds_the_contract(name: str, answers: 
 
 
 def test_no_way_of_drafting_is_left_out() -> None:
-    """A cascade needs models; tests/test_decoding_registered.py decodes with it."""
-    assert set(names("wrappers")) == {"cascade", *WRAPPED}
+    """A cascade needs models; tests/test_decoding_registered.py decodes with it. test_select_adaptive.py: the rest."""
+    assert set(names("wrappers")) == {"adaptive", "cascade", *WRAPPED}
 
 
 def test_causal_lm_holds_the_contract(tiny_draft_folder: Path, answers: list[Answer], tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def test_the_nearest_miss_is_stated_and_fits_as_it_says() -> None:
         "nearest is near, 30.0 MB too large: with memory_fraction 0.08 it fits, predicted 1.30x at 1 draft token."
     )
     assert choose(pool, SelectSettings(memory_fraction=0.08), TARGET_BYTES).drafter == "near"
+    both = choose(pool, SelectSettings(memory_fraction=0.05, max_bytes=10**6), TARGET_BYTES).sentence
+    assert "79.0 MB too large: with max_bytes=80000000 and memory_fraction=0.08 it fits" in both
+    roomier = SelectSettings(memory_fraction=0.08, max_bytes=80_000_000)
+    assert choose(pool, roomier, TARGET_BYTES).drafter == "near"
 
 
 def test_every_loser_gets_one_reason() -> None:

@@ -1,5 +1,7 @@
 """The adaptive drafter as a drafter: the contract, replay that equals decoding, what a batch shares, its errors."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -21,9 +23,10 @@ SPEAKER = Absent("tiny", "f", "float32", 272, "t")
 
 
 def portfolio(policy: str, table: torch.Tensor, lengths: tuple[int, ...] = (1, 3)) -> Portfolio:
+    """Return a drafter that is scored on every block beside one that is scored when it drafts."""
     drafters: dict[str, Drafter] = {
         "lookup": Lookup(table.shape[1]),
-        "guess": MarkovDrafter(table, GREEDY, order=2),
+        "guess": MarkovDrafter(table, GREEDY, order=2, num_parameters=1),
     }
     return Portfolio(drafters, lengths, {1: BlockCosts.by_ratio([0.001, 0.002], max(lengths))}, read_policy(policy))
 
@@ -32,9 +35,13 @@ def test_a_fixed_choice_holds_the_contract_of_drafters() -> None:
     generator = torch.Generator().manual_seed(0)
     phrase = torch.randint(0, 5, (6,), generator=generator)
     answers = [Answer(phrase.repeat(2), 7), Answer(torch.randint(0, 5, (9,), generator=generator), 4)]
+    table = torch.randn(25, 5, generator=generator)
+
+    def made(arm: int) -> AdaptiveDrafter:
+        return AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table))
+
     for arm in (0, 4):
-        table = torch.randn(25, 5, generator=generator)
-        check_drafter(AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table)), answers)
+        check_drafter(made(arm), answers, again=partial(made, arm))
 
 
 @pytest.mark.parametrize("policy", names("policies"))
@@ -96,6 +103,8 @@ def test_it_is_a_way_of_drafting() -> None:
         ("prompt-lookup+adaptive:lengths=a-b", "lengths are numbers with - between"),
         ("prompt-lookup+adaptive:lengths=0", "draft lengths of 1 or more"),
         ("prompt-lookup+adaptive:target_growth=-0.9", "positive target steps"),
+        ("prompt-lookup+adaptive:others=traffic|traffic", "traffic stands twice"),
+        ("suffix-automaton+tree+adaptive", "chooses among chains: tree grows trees"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(spec: str, message: str) -> None:
@@ -105,14 +114,27 @@ def test_what_cannot_be_is_refused_in_words(spec: str, message: str) -> None:
 
 def test_policies_refuse_options_that_are_none() -> None:
     for text, message in (
-        ("ucb:width=wide", "no option=number"),
-        ("ucb:height=1", "unexpected keyword"),
+        ("ucb:width=wide", "width is a number, not 'wide'"),
+        ("ucb:height=1", "ucb takes width, not 'height'"),
+        ("ucb:watches=1", "ucb takes width, not 'watches'"),
+        ("ucb:width=nan", "ucb:width=nan: width lies in 0 .. 1,000,000"),
+        ("hedge:eta=-1", "hedge:eta=-1: eta lies in 0 .. 1,000,000"),
+        ("thresholds:limit=-3", "limit lies in 0 .. 1,000,000"),
+        ("marginal:eta=1", "marginal takes no options, not 'eta'"),
         ("score:speed=-1", "Weights of a score lie in"),
         ("score:speed=0", "one of them above 0"),
         ("score:speed=1e99", "Weights of a score lie in"),
     ):
         with pytest.raises(UserError, match=message):
             read_policy(text)
+
+
+def test_an_arm_that_is_none_is_refused() -> None:
+    table = torch.randn(25, 5, generator=torch.Generator().manual_seed(1))
+    for arm in ("5", "-1", "1.5"):
+        drafter = AdaptiveDrafter(portfolio(f"fixed:arm={arm}", table))
+        with pytest.raises(UserError, match=f"fixed:arm={arm}: there are arms 0 to 4"):
+            drafter.propose(torch.tensor([1, 2]), 3, torch.Generator())
 
 
 def test_drafters_of_two_vocabularies_are_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -20,9 +21,13 @@ from foredraft.choosing import choice_table, choose_among, merged
 from foredraft.cli import app
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
+from foredraft.core.protocols import Answer
 from foredraft.core.roofline import PassFacts
+from foredraft.select.adaptive import AdaptiveDrafter
 from foredraft.select.portfolio import best_portfolio, doubts, over_mix, pareto_front
-from foredraft.settings import SelectSettings
+from foredraft.selection import costs_for
+from foredraft.settings import SelectSettings, SimulateSettings
+from tests.toys import Lookup
 
 FACTS = PassFacts(2e9, 2e9, 2e9, 1e5, 1e5, 20, "bfloat16")
 TARGET = {
@@ -66,6 +71,15 @@ def test_drafters_of_several_reports_stand_in_one_choice() -> None:
     assert set(chosen["reasons"]) == {"a", "b"}
 
 
+def test_batch_sizes_that_one_report_did_not_time_are_left_out() -> None:
+    one, other = report(a=(60, 90)), report(b=(90, 60))
+    del other["laws"][0]["batch"]["16"], other["laws"][0]["drafters"][0]["batch"]["16"]
+    for pair in ([one, other], [other, one]):
+        assert {row["batch_size"] for row in choose_among(pair, ROOMY)["figures"]} == {1}
+        with pytest.raises(UserError, match="did not time 16 requests together"):
+            choose_among(pair, SelectSettings(memory_fraction=0.9, batch_size=16))
+
+
 def test_two_specialists_beat_the_best_single_drafter() -> None:
     made = report(a=(60, 90), b=(90, 60), c=(70, 70))
     pair = choose_among([made], SelectSettings(memory_fraction=0.9, portfolio=2))["portfolio"]
@@ -105,6 +119,25 @@ def test_a_batch_size_has_its_own_choice() -> None:
     assert choose_among([made], SelectSettings(memory_fraction=0.9, batch_size=16))["drafter"] == ""
     with pytest.raises(UserError, match="did not time 8 requests together, only 1, 16"):
         choose_among([made], SelectSettings(batch_size=8))
+
+
+def test_a_report_keeps_what_plain_steps_and_blocks_take_beside_the_models() -> None:
+    seconds, beside, beside_plain = (Seconds(one, one, one) for one in (0.01, 0.003, 0.002))
+    costs = Costs((seconds, seconds), {"a": {1: Seconds(0.001, 0.001, 0.001)}}, beside, beside_plain)
+    counted = AcceptanceReport.of([1], [_counted(index, 60.0) for index in range(4)])
+    facts = {"a": DrafterFacts("causal-lm", 10**8, 10**8)}
+    made = build_report(TARGET, [LawScores(SamplingLaw(), {"a": counted}, costs, {})], facts)
+    answer = Answer(torch.tensor([1, 2, 3]), 1)
+    found = costs_for({"a": Lookup(5)}, answer, 1, SimulateSettings(lengths=[1]), made, temperature=1.0)
+    assert found.plain == pytest.approx(costs.plain_seconds)
+    assert found.drafts[0, 1] + found.target[1] + found.overhead == pytest.approx(costs.block_seconds("a", 1))
+
+
+def test_a_report_says_what_holds_of_a_drafter_that_chooses() -> None:
+    counted = AcceptanceReport.of([1], [_counted(index, 60.0) for index in range(4)])
+    facts = {"a": DrafterFacts("adaptive", 0, 0, validity=AdaptiveDrafter.validity)}
+    made = build_report(TARGET, [LawScores(SamplingLaw(), {"a": counted}, None, {})], facts)
+    assert any(note.startswith("a: chooses anew for each block") for note in made["notes"])
 
 
 def test_the_context_counts_as_memory_of_both() -> None:
@@ -196,6 +229,13 @@ def test_a_larger_portfolio_is_never_slower_and_keeps_the_limit(rows: list[tuple
         assert found.speedup >= before - 1e-9
         before = found.speedup
     assert over_mix({"x": 2.0, "y": 2.0}, mix) == pytest.approx(2.0)
+
+
+def test_of_equally_fast_portfolios_the_smallest_wins() -> None:
+    speedups = {name: {"x": 2.0, "y": 1.5} for name in ("a", "b", "c")}
+    for count in (1, 2):
+        found = best_portfolio(speedups, {"x": 0.5, "y": 0.5}, count, {"a": 30, "b": 10, "c": 20}, 100.0)
+        assert found.drafters == ("b",)
 
 
 def test_equal_figures_can_never_be_told_apart() -> None:

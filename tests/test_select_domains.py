@@ -54,3 +54,16 @@ def test_situations_follow_the_domain_and_the_match() -> None:
     assert situations.number("code", 16) in found
     assert len({situations.number(domain, match) for domain in (*DOMAINS, "") for match in (0, 3, 6, 12)}) == 28
     assert max(situations.number(domain, 99) for domain in (*DOMAINS, "")) == len(situations) - 1
+
+
+def test_the_domain_is_read_at_the_same_places_however_the_text_grows() -> None:
+    """By blocks, as decoding does, and token by token, as replay does."""
+    by_block, by_token = (Reader(Situations(), lambda token_ids: str(token_ids[-1])) for _ in range(2))
+    for reader in (by_block, by_token):
+        reader.start([1, 2, 3])
+    for at in range(0, 400, 5):
+        by_block.grow(range(at, at + 5))
+        for token in range(at, at + 5):
+            by_token.grow([token])
+        assert by_block.domain == by_token.domain
+    assert by_block.domain == "383"

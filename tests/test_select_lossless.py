@@ -13,26 +13,44 @@ from foredraft.decoding.batched import decode_batch
 from foredraft.decoding.speculative import Limits, decode, plain_decode
 from foredraft.select.adaptive import AdaptiveDrafter, Portfolio, _Stream
 from foredraft.select.block_costs import BlockCosts
+from foredraft.select.controller import Choice, Controller
+from foredraft.select.ledger import Memory
 from foredraft.select.policies import read_policy
 from tests.test_decoding_lossless import DRAFT, MIDDLE, Way, assert_lossless
 from tests.toys import Lookup, MarkovDrafter, MarkovSession
 
+THRESHOLDS = "thresholds:limit=1.07,long_below=0.4,medium_below=0.5"  # between what laws of two tokens can give
+POLICIES = [THRESHOLDS if name == "thresholds" else name for name in names("policies")]
+QUICK = ("hedge", THRESHOLDS)  # one that draws, one that looks at laws; -m slow enumerates the rest
+
 
 def adaptive(policy: str, uniform: Callable[[], float] | None = None) -> AdaptiveDrafter:
-    """Return an adaptive drafter over two models and a lookup, cheap enough that all of them are chosen."""
+    """Return an adaptive drafter over two models and a lookup; one block is enough to change its mind."""
     law = SamplingLaw()
     drafters = {
         "draft": MarkovDrafter(DRAFT, law, uniform=uniform, num_parameters=1),
         "middle": MarkovDrafter(MIDDLE, law, uniform=uniform, num_parameters=1),
         "lookup": Lookup(2),
     }
-    costs = BlockCosts.by_ratio([0.05, 0.1, 0.001], 2)
-    return AdaptiveDrafter(Portfolio(drafters, (1, 2), {1: costs}, read_policy(policy)), law)
+    costs = BlockCosts.by_ratio([0.001, 0.003, 0.002], 2)
+    return AdaptiveDrafter(Portfolio(drafters, (1, 2), {1: costs}, read_policy(policy), memory=Memory(weight=0.1)), law)
 
 
-@pytest.mark.parametrize("policy", [*names("policies"), "fixed:arm=2"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(policy, marks=() if policy in QUICK else pytest.mark.slow) for policy in (*POLICIES, "fixed:arm=2")],
+)
 def test_every_policy_keeps_the_targets_law_exactly(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, decide = set(), Controller.decide
+
+    def recorded(controller: Controller, situation: int = 0) -> Choice:
+        choice = decide(controller, situation)
+        chosen.add(choice.arm)
+        return choice
+
+    monkeypatch.setattr(Controller, "decide", recorded)
     assert_lossless(Way(lambda uniform: adaptive(policy, uniform), length=2), monkeypatch)
+    assert len(chosen) > 1 or policy.startswith("fixed"), "nothing was chosen among"
 
 
 def test_a_choice_by_the_value_of_drawn_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.catalog import resolve
+from foredraft.core.errors import OutputError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.speedup import best_length_marginal
-from foredraft.select.arms import Arms
+from foredraft.select.arms import PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Controller
+from foredraft.select.ledger import Memory, Vigilance
 from foredraft.select.policies import read_policy
 from foredraft.select.simulate import (
     Traffic,
@@ -89,7 +92,10 @@ def test_the_fastest_path_is_the_best_of_all_paths() -> None:
     assert position_oracle(traffic(answer), COSTS, LENGTHS).seconds[0] == pytest.approx(best(0))
 
 
-@pytest.mark.parametrize("policy", ["hedge", "marginal", "contextual", "ucb", "thompson"])
+@pytest.mark.parametrize(
+    "policy",
+    ["hedge", *(pytest.param(name, marks=pytest.mark.slow) for name in ("marginal", "contextual", "ucb", "thompson"))],
+)
 def test_text_that_no_drafter_can_guess_costs_almost_nothing(policy: str) -> None:
     """At least .98 of plain decoding, the cold start and the price of choosing included."""
     stream = traffic(made_up([(0.01, 0.01, 1500)]))
@@ -122,6 +128,45 @@ def test_a_drafter_that_was_given_up_is_tried_again() -> None:
     assert controller.shifts > 0
 
 
+def test_thresholds_take_the_stronger_drafter_where_guesses_fail_and_long_blocks_where_they_hold() -> None:
+    """Guesses without a law count too, those of a greedy model among them."""
+    costs = BlockCosts.by_ratio([0.002, 0.2], 8)
+    arms = Arms.of(("weak", "strong"), (1, 4, 8))
+    controller = Controller(arms, costs, read_policy("thresholds"), (True, False))
+
+    def after(drafter: int, accepted: int) -> tuple[str, int]:
+        for _ in range(150):
+            controller.seen(0, drafter, 8, 8, accepted)
+        choice = controller.decide()
+        return arms.names[choice.drafter], choice.k
+
+    assert after(0, 8) == ("weak", 8)
+    assert after(0, 0)[0] == "strong"
+    assert after(1, 8) == ("strong", 8)
+    assert after(1, 0) == ("strong", 1)
+
+
+def test_watching_while_drafting_leaves_the_budget_for_watching_where_nothing_is_drafted() -> None:
+    """Right for 200 blocks, then useless: once nothing is drafted, the drafters are still scored."""
+    controller = Controller(Arms.of(("one", "other"), LENGTHS), COSTS, read_policy("marginal"), (True, True))
+    watched = []
+    for block in range(300):
+        choice, accepted = controller.decide(), 8 if block < 200 else 0
+        controller.seen(0, 0, 8, 8, accepted)
+        controller.seen(0, 1, 8, 8, 0)
+        controller.done(choice, choice.k, min(accepted, choice.k) + 1)
+        if block >= 200 and choice.arm == PLAIN:
+            watched.append(choice.watch)
+    assert any(watched)
+
+
+def test_costs_that_do_not_cover_the_choice_are_refused() -> None:
+    arms = Arms.of(("one", "other"), LENGTHS)
+    for costs in (BlockCosts.by_ratio([0.1, 0.1], 7), BlockCosts.by_ratio([0.1], 8)):
+        with pytest.raises(UserError, match="needed are 2 of up to 8, and steps of up to 9"):
+            Controller(arms, costs, read_policy("marginal"), (True, True))
+
+
 def test_as_the_batch_grows_the_length_goes_to_zero() -> None:
     """Target steps that take as long as they have tokens: speculation stops by itself."""
     answer = made_up([(0.6, 0.3, 500)], seed=4)
@@ -143,12 +188,13 @@ def test_the_largest_rate_has_the_length_of_the_marginal_rule() -> None:
     for first, ratio in ((0.9, 0.02), (0.8, 0.1), (0.6, 0.05), (0.3, 0.4)):
         acceptance = [first * 0.95**position for position in range(8)]
         costs = BlockCosts.by_ratio([ratio], 8)
-        controller = Controller(Arms.of(("draft",), range(1, 9)), costs, read_policy("marginal"), (False,))
+        controller = Controller(
+            Arms.of(("draft",), range(1, 9)), costs, read_policy("marginal"), (False,),
+            memory=Memory(fade=1.0), vigilance=Vigilance(surprise=0.0, drift=9.0),
+        )  # fmt: skip
         chance = np.random.default_rng(0)
         for _ in range(800):
             run = np.logical_and.accumulate(chance.random(8) < acceptance).sum()
-            controller.ledger._beliefs[3] = 1.0
-            controller.ledger._alarm[:] = (0.0, 9.0, 1.0)
             controller.seen(0, 0, 8, 8, int(run))
         wanted = best_length_marginal(acceptance, ratio, lambda width: 1.0)
         assert abs(controller.decide().k - wanted) <= (1 if wanted else 0)
@@ -174,6 +220,11 @@ def test_a_trace_is_simulated_from_the_command_line_down(tmp_path: Path) -> None
     table = simulation_table(found)
     assert "hedge, by domain:" in table
     assert "none was measured" in table
+    with pytest.raises(UserError, match="--drafter long stands twice: write name=spec"):
+        simulate_policies([trace], ["long=suffix-automaton", "long=prompt-lookup"], ["hedge"], SimulateSettings())
+    (tmp_path / "there.json").write_text("")
+    with pytest.raises(OutputError, match="never overwritten"):
+        simulate_policies([trace], ["prompt-lookup"], ["hedge"], SimulateSettings(), out=tmp_path / "there.json")
 
 
 def test_drawn_tokens_are_accepted_with_their_chance() -> None:
@@ -189,3 +240,12 @@ def test_drawn_tokens_are_accepted_with_their_chance() -> None:
     assert stream.model_free == (False, True)
     assert (stream.answers[0].matched[0] > 0).mean() == pytest.approx(expected, abs=0.04)
     assert drafters["lookup"].law == GREEDY
+
+
+def test_what_learns_from_an_answer_knows_it_at_the_next() -> None:
+    text = list(range(40, 70))
+    rows = [trace_row(name, [1, 2, 3], text) for name in ("a", "b")]
+    learner = resolve("drafters", "traffic")(100, capacity=4096, segment=64)
+    first, second = (answer.matched[0] for answer in record({"traffic": learner}, rows, 4).answers)
+    assert first.sum() == 0
+    assert second.mean() > 2

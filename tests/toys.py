@@ -1,7 +1,7 @@
 """Toy targets and drafters whose laws are tables: small enough to enumerate, fast enough to sample."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -51,7 +51,7 @@ class MarkovDrafter:
         return self.table.shape[1]
 
     def bind(self, law: SamplingLaw) -> "MarkovDrafter":
-        return MarkovDrafter(self.table, law, self.order, self.uniform)
+        return replace(self, law=law)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         uniform = self.uniform or (lambda: float(torch.rand((), generator=generator, dtype=torch.float64)))

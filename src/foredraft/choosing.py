@@ -72,7 +72,9 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 known = drafters.setdefault(entry["name"], entry)
                 if known["mean_tokens_per_call"] != entry["mean_tokens_per_call"]:
                     raise UserError(f"{entry['name']} stands in two reports with other figures: rename one of them.")
-        laws.append({**law, "drafters": list(drafters.values())})
+        entries = list(drafters.values())
+        timed = {rows: steps for rows, steps in law["batch"].items() if all(rows in one["batch"] for one in entries)}
+        laws.append({**law, "batch": timed, "drafters": entries})
     return {**first, "laws": laws, "paired": [pair for report in reports for pair in report.get("paired", ())]}
 
 

@@ -98,7 +98,8 @@ def answer(
     """Answer prompts in order, settings.batch_size at once; of several turns only the first.
 
     A prompt draws from a generator of its own, made of asked.seed and its id: its answer does not depend on the
-    others. Under a greedy law the text is that of plain decoding.
+    others, unless the drafter learns from them; then its law does not. Under a greedy law the text is that of plain
+    decoding.
 
     Args:
         drafter: None decodes plainly.

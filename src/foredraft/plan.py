@@ -60,10 +60,13 @@ def draft_facts(target: PassFacts, width: int, vocabulary: int, shape: Shape) ->
     body_flops = target.flops_per_token - 2.0 * head
     share = shape.layers / target.layers
     rows = float(shape.vocabulary * width)
+    table = target.resident_bytes - target.weight_bytes  # none of its own where the head is tied to it
+    if not table and shape.vocabulary < vocabulary:
+        table = head * itemsize
     return replace(
         target,
         weight_bytes=share * body_bytes + rows * itemsize,
-        resident_bytes=share * body_bytes + (head + (rows if shape.vocabulary < vocabulary else 0.0)) * itemsize,
+        resident_bytes=share * body_bytes + rows * itemsize + table,
         flops_per_token=share * body_flops + 2.0 * rows,
         attention_flops=share * target.attention_flops,
         kv_bytes_per_token=share * target.kv_bytes_per_token,

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from foredraft.drafters import load_drafter
 from foredraft.select.arms import Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.policies import read_policy
-from foredraft.select.saved import Saved, save_selection
+from foredraft.select.saved import Saved, require_free, save_selection
 from foredraft.select.simulate import Run, Traffic, fixed_runs, position_oracle, record, request_oracle, simulate
 from foredraft.settings import SimulateSettings
 from foredraft.trace.store import Trace, absent_target
@@ -49,7 +50,10 @@ def simulate_policies(
     Raises:
         UserError: no drafter, a policy that is not known, or a report without times or of another target.
         TraceError: the traces are of several targets or laws, or hold no answers.
+        OutputError: `out` is there already.
     """
+    if out is not None:
+        require_free(out)
     speaker, law = absent_target(traces), traces[0].info.law
     for trace in traces[1:]:
         if trace.info.law != law:
@@ -62,10 +66,14 @@ def simulate_policies(
             "target say nothing here. Name a report of this one, or none."
         )
     chosen = {policy: read_policy(policy) for policy in policies}
-    named = dict(named_spec(spec) for spec in specs)
+    pairs = [named_spec(spec) for spec in specs]
+    if twice := [name for name, _ in pairs if [one for one, _ in pairs].count(name) > 1]:
+        raise UserError(f"--drafter {twice[0]} stands twice: write name=spec with a name for each.")
+    named = dict(pairs)
     drafters = {name: bound_for(load_drafter(spec, speaker), law) for name, spec in named.items()}
     arms = Arms.of(list(drafters), settings.lengths)
-    rows = [row for trace in traces for row in trace.rows(tops=False)][: settings.limit or None]
+    answered = (row for trace in traces for row in trace.rows(tops=False) if len(row.answer_ids))
+    rows = list(islice(answered, settings.limit or None))
     traffic = record(drafters, rows, arms.longest, seed=settings.seed, progress=progress)
     costs = costs_for(drafters, rows[0].answer(), arms.longest, settings, report, law.temperature)
     references = References.of(traffic, costs, settings.lengths)
@@ -250,6 +258,7 @@ def costs_for(
     priced = {
         "target_seconds": steps,
         "overhead_seconds": law["overhead_seconds"],
+        "plain_overhead_seconds": law.get("plain_overhead_seconds"),
         "drafters": [{"name": name, "draft_seconds": seconds} for name, seconds in entries.items()],
     }
     return BlockCosts.of_report(priced, list(drafters), longest)

@@ -166,5 +166,7 @@ class SimulateSettings(Settings):
     target_growth: float = Field(
         0.05, ge=0.0, allow_inf_nan=False, description="What one more token adds to it, as a share, without a report."
     )
-    deciding_seconds: float = Field(20e-6, ge=0.0, description="Seconds that a choice is charged a block.")
+    deciding_seconds: float = Field(
+        20e-6, ge=0.0, allow_inf_nan=False, description="Seconds that a choice is charged a block."
+    )
     seed: int = 0

@@ -22,7 +22,7 @@ from foredraft.acceptance.intervals import (
 from foredraft.acceptance.prediction import Yield, batch_figures, passes_json
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.core.law import SamplingLaw
-from foredraft.core.protocols import EXACT, IN_ORDER, TOKENS_EXACT
+from foredraft.core.protocols import CONTROLLED, EXACT, IN_ORDER, TOKENS_EXACT
 from foredraft.core.roofline import PassFacts
 
 SCHEMA = 1
@@ -138,6 +138,7 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts], target: Mapping[s
             str(n + 1): step.median for n, step in enumerate(scores.costs.target if scores.costs else ())
         },
         "overhead_seconds": scores.costs.overhead.median if scores.costs else None,
+        "plain_overhead_seconds": scores.costs.plain_overhead.median if scores.costs else None,
         "batch": {
             str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
             for rows, costs in _by_batch(scores).items()
@@ -293,6 +294,7 @@ def _pair(scores: LawScores, one: str, other: str, metric: str, found: PairedDif
 def _validity_notes(facts: Mapping[str, DrafterFacts]) -> list[str]:
     partly = [name for name, one in facts.items() if one.validity == TOKENS_EXACT]
     in_order = [name for name, one in facts.items() if one.validity == IN_ORDER]
+    controlled = [name for name, one in facts.items() if one.validity == CONTROLLED]
     notes = []
     if partly:
         notes.append(
@@ -304,6 +306,12 @@ def _validity_notes(facts: Mapping[str, DrafterFacts]) -> list[str]:
             f"{', '.join(in_order)}: learns from each prompt for the next ones. Figures hold for the prompts in this "
             "order; intervals take prompts to be independent, which they are not here, and an audit of a few prompts "
             "learns less."
+        )
+    if controlled:
+        notes.append(
+            f"{', '.join(controlled)}: chooses anew for each block from what it saw before, in other prompts too. "
+            "Figures hold for the longest draft length and this order; drawn drafts are simulated by one draw, and an "
+            "audit of a few prompts need not agree."
         )
     return notes
 

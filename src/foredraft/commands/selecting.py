@@ -20,8 +20,6 @@ from foredraft.core.errors import UserError
 
 app = typer.Typer()
 
-_POLICIES = ["fixed", "thresholds", "ucb", "thompson", "hedge", "marginal", "contextual", "score"]
-
 
 @app.command(
     epilog="""
@@ -86,14 +84,15 @@ def select(
 
     found = [read_report(path) for path in reports or []]
     if simulate:
+        from foredraft.catalog import names
         from foredraft.selection import simulate_policies, simulation_table
         from foredraft.settings import SimulateSettings
 
         if not traces or not drafters or len(found) > 1:
             raise UserError("--simulate needs --trace and --drafter, and takes the times of one report at most.")
         settings = settings_from(SimulateSettings, overrides)
-        known = found[0] if found else None
-        figures = simulate_policies(traces=opened_traces(traces), specs=drafters, policies=policies or _POLICIES,
+        known, wanted = found[0] if found else None, policies or names("policies")
+        figures = simulate_policies(traces=opened_traces(traces), specs=drafters, policies=wanted,
                                     settings=settings, report=known, progress=progress_bars(), out=out)  # fmt: skip
         print_figures(figures, simulation_table(figures), as_json)
         return

@@ -134,6 +134,7 @@ class TextReader(Protocol):
 EXACT = "exact"
 TOKENS_EXACT = "tokens exact, draft steps not"
 IN_ORDER = "exact in the order of arrival"
+CONTROLLED = "exact at the longest draft length where guesses are certain, else one draw"
 
 
 @runtime_checkable
@@ -144,7 +145,8 @@ class StatesValidity(Protocol):
     def validity(self) -> str:
         """TOKENS_EXACT where tokens per call are exact, and the draft steps that they cost are not.
 
-        IN_ORDER where what is drafted for one prompt depends on the prompts before it.
+        IN_ORDER where what is drafted for one prompt depends on the prompts before it. CONTROLLED where the drafter
+        and the length of each block follow from past blocks.
         """
 
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from foredraft.core.errors import UserError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, UserError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.own_law import bound_for
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import Answer, BlockOutcome, Drafter, EmittedProbs, Observer
+from foredraft.core.protocols import CONTROLLED, Answer, BlockOutcome, Branching, Drafter, EmittedProbs, Observer
 from foredraft.select.arms import NOBODY, PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Budget, Choice, Controller
@@ -21,12 +21,11 @@ from foredraft.select.domains import DOMAINS, domain_of_tokens
 from foredraft.select.ledger import Memory, Vigilance
 from foredraft.select.policies import Policy
 from foredraft.select.situations import Reader, Situations, no_domain, situations_in
-from foredraft.select.walk import Recorded, choices_by_place, runs, walk
+from foredraft.select.walk import Recorded, choices_by_place, replayed, runs, walk
 from foredraft.select.watching import Watched, Watching
 
 KIND = "adaptive"
 _LIKELY = 0.5
-CONTROLLED = "exact at the longest draft length where guesses are certain, else one draw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,8 @@ class Portfolio:
     def __post_init__(self) -> None:
         if len(widths := {drafter.vocab_size for drafter in self.drafters.values()}) > 1:
             raise VocabMismatchError(f"The drafters speak {' and '.join(map(str, sorted(widths)))} tokens: one target.")
+        if trees := [name for name, drafter in self.drafters.items() if isinstance(drafter, Branching)]:
+            raise CapabilityError(f"An adaptive drafter chooses among chains: {trees[0]} grows trees, leave +tree out.")
         if not self.costs or min(self.costs) != 1:
             raise UserError("An adaptive drafter needs the costs of one request, and may have those of more.")
 
@@ -135,6 +136,7 @@ class AdaptiveDrafter:
         return AdaptiveDrafter(portfolio, self.law)
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
+        _price(self.controller, self.portfolio.costs[1])
         return self._stream.propose(context, k, generator)
 
     def observe(self, outcome: BlockOutcome) -> None:
@@ -151,11 +153,13 @@ class AdaptiveDrafter:
         is accepted when its own law puts at least half of the mass on it, which is a simulation. Between the starts
         of blocks the last choice stands.
         """
-        return [self._replayed(answer, k) for answer in answers]
-
-    def _replayed(self, answer: Answer, k: int) -> EmittedProbs:
+        _price(self.controller, self.portfolio.costs[1])
         longest = min(k, self.portfolio.arms.longest)
-        given = [drafter.replay([answer], longest)[0] for drafter in self.portfolio.drafters.values()]
+        parts = zip(*(replayed(one, answers, longest) for one in self.portfolio.drafters.values()), strict=True)
+        return [self._walked(answer, given, k) for answer, given in zip(answers, parts, strict=True)]
+
+    def _walked(self, answer: Answer, given: Sequence[EmittedProbs], k: int) -> EmittedProbs:
+        longest = min(k, self.portfolio.arms.longest)
         tables = [_by_start(one, longest) for one in given]
         blocks = [runs(probs.numpy() >= _LIKELY, guessed.numpy(), longest) for probs, guessed in tables]
         offered, matched = (np.stack(part) for part in zip(*blocks, strict=True))
@@ -231,12 +235,12 @@ class _Stream:
 
     def _learn(self, choice: Choice, outcome: BlockOutcome) -> None:
         offered, accepted = len(outcome.proposal), outcome.num_accepted
+        if outcome.proposal.laws.dense.shape[0]:
+            self._controller.laws(choice.drafter, *_figures(outcome))
         if not (choice.watch and self._controller.model_free[choice.drafter]):
             # A block that the answer's end cut shows nothing of the tokens behind it.
             asked = accepted if len(outcome.emitted) <= accepted else self._asked
             self._controller.seen(choice.situation, choice.drafter, asked, min(offered, asked), accepted)
-        if outcome.proposal.laws.dense.shape[0]:
-            self._controller.laws(choice.drafter, *_figures(outcome))
 
     def _watch(
         self, choice: Choice, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator
@@ -275,7 +279,7 @@ class _Batch:
         generators: Sequence[torch.Generator],
     ) -> dict[int, Proposal]:
         """Propose for every text; the costs are those of as many requests as there are left."""
-        self._controller.price(self._portfolio.costs_of(len(contexts)))
+        _price(self._controller, self._portfolio.costs_of(len(contexts)))
         return {
             number: self._streams[number].propose(context, ks[number], generators[number])
             for number, context in contexts.items()
@@ -285,6 +289,12 @@ class _Batch:
 
     def learner(self, number: int) -> Observer:
         return self._streams[number]
+
+
+def _price(controller: Controller, costs: BlockCosts) -> None:
+    """Let a controller go by some costs, if it does not already."""
+    if controller.costs is not costs:
+        controller.price(costs)
 
 
 def _by_start(emitted: EmittedProbs, k: int) -> tuple[Float[Tensor, "answer k"], Bool[Tensor, "answer k"]]:

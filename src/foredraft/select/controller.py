@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from foredraft.core.errors import UserError
 from foredraft.select.arms import NOBODY, PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.ledger import EVERYWHERE, Ledger, Memory, Vigilance
@@ -82,16 +83,27 @@ class Controller:
         self._probed, self._watched = 0.0, 0.0
         self._last_seen = [0] * drafters
         self._entropy, self._surprise = np.full(drafters, _UNSEEN), np.zeros(drafters)
-        self._perplexity = np.ones(drafters)
+        self._perplexity, self._has_laws = np.ones(drafters), [False] * drafters
         shares, chance = np.array(memory_share or [0.0] * drafters), np.random.default_rng(seed)
         self._view = View(arms, self.ledger.worth, self._entropy, self._perplexity, shares, chance)
         self._choice = lru_cache(maxsize=None)(self._made)
         self.price(costs)
 
     def price(self, costs: BlockCosts) -> None:
-        """Take other costs from here on, such as those of another number of requests."""
+        """Take other costs from here on, such as those of another number of requests.
+
+        Raises:
+            UserError: they are of other drafters, or of shorter blocks than there are to choose.
+        """
+        drafters, longest = len(self.arms.names), self.arms.longest
+        priced, lengths = costs.drafts.shape
+        if priced != drafters or min(lengths, len(costs.target)) <= longest:
+            raise UserError(
+                f"The costs hold {priced} drafters of up to {lengths - 1} tokens and target steps of up to "
+                f"{len(costs.target)}; needed are {drafters} of up to {longest}, and steps of up to {longest + 1}."
+            )
         self.costs = costs
-        asking = [float(costs.drafts[d, -1]) * free for d, free in enumerate(self.model_free)]
+        asking = [float(costs.drafts[d, longest]) * free for d, free in enumerate(self.model_free)]
         # By the drafter that is used anyway, NOBODY last: the time of asking the others that have no model.
         self._watching = [sum(asking) - own for own in (*asking, 0.0)]
         self._plain, self._target, self._drafts = costs.plain, costs.target.tolist(), costs.drafts.tolist()
@@ -111,8 +123,8 @@ class Controller:
         if self.ledger.see(situation, drafter, asked, offered, accepted):
             self.shifts += 1
         self._last_seen[drafter] = self.blocks
-        if self.policy.by_laws and offered and self.model_free[drafter]:
-            self._take_certain(drafter, accepted > 0)
+        if self.policy.by_laws and offered and not self._has_laws[drafter]:
+            self._take_certain(drafter)
 
     def done(self, choice: Choice, offered: int, tokens: int) -> float:
         """Count a block that was decoded, whatever it was worth; return the seconds it took, as measured."""
@@ -124,21 +136,24 @@ class Controller:
             self.ledger.grow_old()
         if choice.is_probe:
             self._probed += max(0.0, seconds - tokens * self._plain)
-        elif choice.watch:
+        elif choice.watch and choice.arm == PLAIN:
             self._watched += self._watching[choice.drafter]
         return seconds
 
     def laws(self, drafter: int, entropy: float, surprise: float) -> None:
         """Take note of a drafter's latest law: its entropy, and -log of what it gave to emitted tokens, in nats."""
+        self._has_laws[drafter] = True
+        self._note(drafter, entropy, surprise)
+
+    def _note(self, drafter: int, entropy: float, surprise: float) -> None:
         self._entropy[drafter] = entropy
         self._surprise[drafter] += (1.0 - _SLOW) * (surprise - self._surprise[drafter])
         self._perplexity[drafter] = math.exp(self._surprise[drafter])
 
-    def _take_certain(self, drafter: int, hit: bool) -> None:
-        """Note the same of certain guesses, as of a law that is right as often as they lately were."""
-        right = min(max(self.ledger.acceptance(drafter), 0.01), 0.99)
-        entropy = -right * math.log(right) - (1.0 - right) * math.log(1.0 - right)
-        self.laws(drafter, entropy, -math.log(right if hit else 1.0 - right))
+    def _take_certain(self, drafter: int) -> None:
+        """Note the same of certain guesses: right with chance p is as unsure as a law over 1 / p equal tokens."""
+        unsure = -math.log(max(self.ledger.acceptance(drafter), 0.01))
+        self._note(drafter, unsure, unsure)
 
     def _made(self, arm: int, place: int, watch: bool, is_probe: bool) -> Choice:
         return Choice(arm, int(self.arms.drafter[arm]), int(self.arms.k[arm]), place, watch, is_probe)

@@ -179,15 +179,16 @@ def _nearest_miss(ranked: Sequence[CandidateFigures], settings: SelectSettings, 
     if not too_large:
         return f"Decode without speculation: none of the candidates can be served in {settings.runtime}."
     nearest = min(too_large, key=lambda one: one.num_bytes)
-    if nearest.num_bytes > settings.most_bytes:
-        over = size(nearest.num_bytes - settings.most_bytes)
-        return (
-            f"Decode without speculation: no candidate fits into max_bytes={settings.max_bytes}. The nearest is "
-            f"{nearest.name}, {over} too large: with max_bytes={nearest.num_bytes} it fits, predicted "
-            f"{times(nearest.best.value)} at {_length(nearest.best_k)}."
-        )
     limit = settings.memory_fraction * target_bytes
     needed = math.ceil(1000 * nearest.num_bytes / target_bytes) / 1000
+    if nearest.num_bytes > settings.most_bytes:
+        over = size(nearest.num_bytes - settings.most_bytes)
+        also = f" and memory_fraction={needed:g}" if nearest.num_bytes > limit else ""
+        return (
+            f"Decode without speculation: no candidate fits into max_bytes={settings.max_bytes}. The nearest is "
+            f"{nearest.name}, {over} too large: with max_bytes={nearest.num_bytes}{also} it fits, predicted "
+            f"{times(nearest.best.value)} at {_length(nearest.best_k)}."
+        )
     return (
         f"Decode without speculation: no candidate fits into {_limit(settings, limit)}. The nearest is {nearest.name}, "
         f"{size(nearest.num_bytes - limit)} too large: with memory_fraction {needed:g} it fits, predicted "

@@ -15,8 +15,11 @@ from numba import njit
 
 from foredraft.catalog import resolve
 from foredraft.core.errors import UserError
+from foredraft.core.options import read_options
 from foredraft.select.arms import PLAIN, Arms
 from foredraft.select.ledger import Worth
+
+_LARGEST = 1e6  # of an option or a weight; what lies above was not meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class View:
 
     Attributes:
         worth: Estimates by arm.
-        entropy: By drafter, in nats: of its latest law; of certain guesses, of being right or wrong.
-        perplexity: By drafter: of the latest emitted tokens under its laws; of certain guesses alike.
+        entropy: By drafter, in nats: of its latest law; of certain guesses, -log of how often they were right lately.
+        perplexity: By drafter: of the latest emitted tokens under its laws; of certain guesses 1 / how often right.
         memory: By drafter: its bytes / the target's.
         chance: For policies that draw.
     """
@@ -75,7 +78,7 @@ class Fixed:
     by_laws: bool = False
 
     def choose(self, view: View) -> int:
-        if not 0 <= self.arm < len(view.arms):
+        if self.arm not in range(len(view.arms)):
             raise UserError(f"fixed:arm={self.arm:g}: there are arms 0 to {len(view.arms) - 1}.")
         return int(self.arm)
 
@@ -98,6 +101,9 @@ class Thresholds:
     probes: bool = False
     by_situation: bool = False
     by_laws: bool = True
+
+    def __post_init__(self) -> None:
+        _require_sane("thresholds", limit=self.limit, long_below=self.long_below, medium_below=self.medium_below)
 
     def choose(self, view: View) -> int:
         cost, own = view.worth.seconds, view.arms.own
@@ -137,6 +143,9 @@ class Ucb:
     by_situation: bool = False
     by_laws: bool = False
 
+    def __post_init__(self) -> None:
+        _require_sane("ucb", width=self.width)
+
     def choose(self, view: View) -> int:
         worth = view.worth
         return _plausible(worth.tokens, worth.deviation, worth.seconds, worth.blocks, self.width)
@@ -174,6 +183,9 @@ class Hedge:
     by_situation: bool = False
     by_laws: bool = False
 
+    def __post_init__(self) -> None:
+        _require_sane("hedge", eta=self.eta)
+
     def choose(self, view: View) -> int:
         worth = view.worth
         return _hedged(worth.tokens, worth.seconds, worth.blocks, self.eta, view.chance.random())
@@ -210,8 +222,8 @@ class Score:
 
     def __post_init__(self) -> None:
         weights = (self.speed, self.quality, self.resource)
-        if not all(math.isfinite(weight) and 0.0 <= weight <= 1e6 for weight in weights) or not any(weights):
-            raise UserError(f"Weights of a score lie in 0 .. 1e6, one of them above 0, not {weights}.")
+        if not all(0.0 <= weight <= _LARGEST for weight in weights) or not any(weights):
+            raise UserError(f"Weights of a score lie in 0 .. {_LARGEST:,.0f}, one of them above 0, not {weights}.")
 
     def choose(self, view: View) -> int:
         rates, worth = view.rates, view.worth
@@ -226,23 +238,18 @@ def read_policy(text: str) -> Policy:
 
     Raises:
         UnknownNameError: no such policy.
-        UserError: it takes no such option, or its value is no number.
+        UserError: it takes no such option, or its value is none that makes sense.
     """
-    name, _, written = text.partition(":")
-    factory = resolve("policies", name)
-    options = {}
-    for part in filter(None, written.split(",")):
-        option, separator, value = part.partition("=")
-        try:
-            options[option] = float(value) if separator else math.nan
-        except ValueError:
-            options[option] = math.nan
-        if not math.isfinite(options[option]):
-            raise UserError(f"{text}: {part!r} is no option=number.")
-    try:
-        return factory(**options)
-    except TypeError as error:
-        raise UserError(f"{text}: {error}.") from error
+    factory = resolve("policies", text.partition(":")[0])
+    options = inspect.signature(factory).parameters.values()
+    takes = {one.name: float for one in options if one.annotation in (float, "float")}
+    return factory(**read_options(text, takes))
+
+
+def _require_sane(policy: str, **options: float) -> None:
+    for option, value in options.items():
+        if not 0.0 <= value <= _LARGEST:
+            raise UserError(f"{policy}:{option}={value:g}: {option} lies in 0 .. {_LARGEST:,.0f}.")
 
 
 def _plausible_rate(

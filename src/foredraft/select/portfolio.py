@@ -93,7 +93,8 @@ def best_portfolio(
             if sum(num_bytes[name] for name in chosen) > limit:
                 continue
             found = _served(chosen, speedups, mix, num_bytes)
-            if (found.speedup, -found.num_bytes) > (best.speedup * (1.0 + 1e-9), -math.inf):
+            smaller = found.speedup >= best.speedup and found.num_bytes < best.num_bytes
+            if smaller or found.speedup > best.speedup * (1.0 + 1e-9):
                 best = found
     return best
 

@@ -65,14 +65,23 @@ class Saved:
         )
 
 
+def require_free(path: Path) -> None:
+    """Refuse a file that is there already.
+
+    Raises:
+        OutputError: it is.
+    """
+    if path.exists():
+        raise OutputError(f"{path} exists already and is never overwritten: name another file.")
+
+
 def save_selection(path: Path, saved: Saved) -> None:
     """Write a selection, whole or not at all.
 
     Raises:
         OutputError: the file is there already.
     """
-    if path.exists():
-        raise OutputError(f"{path} exists already and is never overwritten: name another file.")
+    require_free(path)
     write_json(path, {"schema": _SCHEMA, **asdict(saved)})
 
 

@@ -22,7 +22,7 @@ from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Controller
 from foredraft.select.policies import Fixed, Policy
 from foredraft.select.situations import Reader, Situations, situations_in
-from foredraft.select.walk import Recorded, runs, walk
+from foredraft.select.walk import Recorded, replayed, runs, walk
 from foredraft.trace.rows import TraceRow
 
 DECIDING_SECONDS = 20e-6
@@ -97,10 +97,12 @@ def record(
         raise TraceError("There is nothing to simulate: the trace holds no answers.")
     known = situations or Situations(tuple(sorted({row.domain for row in rows})))
     chance = np.random.default_rng(seed)
+    texts = [row.answer() for row in rows]
+    parts = zip(*(replayed(drafter, texts, longest) for drafter in drafters.values()), strict=True)
+    shown = tracked(progress, "replaying drafters", rows, "answers")
     answers = []
-    for row in tracked(progress, "replaying drafters", rows, "answers"):
-        answer, target = row.answer(), row.logprobs.double().exp().numpy()
-        given = [drafter.replay([answer], longest)[0] for drafter in drafters.values()]
+    for row, answer, given in zip(shown, texts, parts, strict=True):
+        target = row.logprobs.double().exp().numpy()
         offered, matched = zip(*(_accepted(one, target, longest, chance) for one in given), strict=True)
         places = situations_in(Reader(known, partial(_labelled, row.domain)), answer)
         answers.append(Recorded(np.stack(offered), np.stack(matched), places, row.domain))

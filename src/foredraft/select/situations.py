@@ -72,9 +72,9 @@ class Reader:
         """Follow the text on."""
         for token in tokens:
             self._grow(token)
-        if len(self._text) - self._read_at >= _READ_AGAIN:
-            self._domain = self._domain_of(self._text[-_LOOKED_AT:])
-            self._read_at = len(self._text)
+            if len(self._text) - self._read_at >= _READ_AGAIN:
+                self._domain = self._domain_of(self._text[-_LOOKED_AT:])
+                self._read_at = len(self._text)
 
     def at_end(self) -> int:
         """Return the situation of the text's end."""

@@ -4,13 +4,14 @@ Given the text, a certain guess is right or wrong, and a drawn one is accepted w
 one draw for each token of each drafter, every path through the text is known, and so is the best one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from foredraft.acceptance.replay import by_block_start
+from foredraft.core.protocols import Answer, Drafter, EmittedProbs, Observer
 from foredraft.select.arms import NOBODY, PLAIN
 from foredraft.select.controller import Controller
 
@@ -50,6 +51,13 @@ class Path:
     arm: Int64[np.ndarray, " blocks"]
     tokens: Int64[np.ndarray, " blocks"]
     seconds: Float64[np.ndarray, " blocks"]
+
+
+def replayed(drafter: Drafter, answers: Sequence[Answer], k: int) -> Iterable[EmittedProbs]:
+    """Return what a drafter gave to each answer in turn: all at once where each teaches it something for the next."""
+    if isinstance(drafter, Observer):
+        return drafter.replay(answers, k)
+    return (drafter.replay([answer], k)[0] for answer in answers)
 
 
 def runs(

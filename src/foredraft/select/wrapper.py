@@ -33,9 +33,10 @@ def adaptive(
         UserError: lengths that are none, or costs that are negative.
     """
     specs = [spec for spec in others.split("|") if spec]
+    names = [drafter.kind, *specs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"+adaptive: {twice[0]} stands twice: name each drafter once.")
     named = {drafter.kind: drafter} | {spec: load(spec) for spec in specs}
-    if len(named) <= len(specs):
-        raise UserError(f"+adaptive: {drafter.kind} stands twice: name each drafter once.")
     try:
         wanted = tuple(int(part) for part in lengths.split("-"))
     except ValueError:
