@@ -132,7 +132,7 @@ def test_thresholds_take_the_stronger_drafter_where_guesses_fail_and_long_blocks
     """Guesses without a law count too, those of a greedy model among them."""
     costs = BlockCosts.by_ratio([0.002, 0.2], 8)
     arms = Arms.of(("weak", "strong"), (1, 4, 8))
-    controller = Controller(arms, costs, read_policy("thresholds"), (True, False))
+    controller = Controller(arms, costs, read_policy("thresholds:limit=4"), (True, False))
 
     def after(drafter: int, accepted: int) -> tuple[str, int]:
         for _ in range(150):

@@ -199,7 +199,7 @@ def _over_laws(report: Mapping[str, Any], name: str, batch_size: int) -> dict[st
 
 def _traffic(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the tokens of each domain in the report."""
-    return {name: part["tokens"] for name, part in report["laws"][0]["drafters"][0]["domains"].items()}
+    return {name: float(part["tokens"]) for name, part in report["laws"][0]["drafters"][0]["domains"].items()}
 
 
 def _front(law: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def choose(candidates: Sequence[CandidateFigures], settings: SelectSettings, tar
     _refuse_unusable(candidates)
     limit = settings.memory_fraction * target_bytes
     refusals = {one.name: _refusal(one, settings, limit) for one in candidates}
-    refused = tuple(name for name, refusal in refusals.items() if refusal)
+    refused = tuple(sorted(name for name, refusal in refusals.items() if refusal))
     ranked = sorted(candidates, key=lambda one: (-one.best.value, one.num_bytes, one.name))
     fitting = [one for one in ranked if not refusals[one.name]]
     if not fitting:
