@@ -132,10 +132,11 @@ def test_thresholds_take_the_stronger_drafter_where_guesses_fail_and_long_blocks
     """Guesses without a law count too, those of a greedy model among them."""
     costs = BlockCosts.by_ratio([0.002, 0.2], 8)
     arms = Arms.of(("weak", "strong"), (1, 4, 8))
-    controller = Controller(arms, costs, read_policy("thresholds:limit=4"), (True, False))
+    controller = Controller(arms, costs, read_policy("thresholds"), (True, False))
 
     def after(drafter: int, accepted: int) -> tuple[str, int]:
         for _ in range(150):
+            controller.decide()  # estimates what the next block is compared with
             controller.seen(0, drafter, 8, 8, accepted)
         choice = controller.decide()
         return arms.names[choice.drafter], choice.k

@@ -123,7 +123,7 @@ def choice_table(selection: Mapping[str, Any]) -> str:
         served = ", ".join(f"{domain}: {name}" for domain, name in portfolio["serves"].items())
         lines.append(
             f"Best portfolio: {' + '.join(portfolio['drafters'])}, {times(portfolio['predicted_speedup'])} over the mix"
-            f" ({served}), {size(portfolio['bytes'])}."
+            f" ({served}), {size(float(portfolio['bytes']))}."
         )
     lines += [one["sentence"] for one in selection["sensitivity"]]
     lines.append(f"{'law':8}{'batch':>6} {'domain':18}{'drafter':24}{'k':>3}{'tok/call':>9}{'predicted':>10}  interval")
