@@ -107,12 +107,17 @@ def neural() -> Drafter:
     return ngram_law(VOCAB, counted(texts(9), order=1), "interpolated")
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.2, 0.6, 0.9), (0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 1.0, 1.0)])
+BY_LENGTH, EVEN, ONE = (0.0, 0.2, 0.6, 0.9), (0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "shares", [BY_LENGTH, pytest.param(EVEN, marks=pytest.mark.slow), pytest.param(ONE, marks=pytest.mark.slow)]
+)
 def test_a_mixture_holds_the_drafter_contract(shares: tuple[float, ...], answers: list[Answer]) -> None:
     check_drafter(Mixture(ngram_law(VOCAB, counted(texts(1)), "interpolated"), neural(), shares), answers)
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.2, 0.6, 0.9), (1.0, 1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("shares", [BY_LENGTH, pytest.param(ONE, marks=pytest.mark.slow)])
 def test_a_mixture_with_guesses_that_may_be_missing_holds_the_drafter_contract(
     shares: tuple[float, ...], answers: list[Answer]
 ) -> None:
