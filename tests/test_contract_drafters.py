@@ -84,6 +84,7 @@ def test_no_way_of_drafting_is_left_out() -> None:
     assert set(names("wrappers")) == {"adaptive", "cascade", *WRAPPED}
 
 
+@pytest.mark.slow
 def test_causal_lm_holds_the_contract(tiny_draft_folder: Path, answers: list[Answer], tmp_path: Path) -> None:
     for folder in _causal_lm_folders(tiny_draft_folder, tmp_path):
         check_drafter(resolve("loaders", "causal-lm")(folder), answers)

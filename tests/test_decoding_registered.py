@@ -77,6 +77,7 @@ def assert_equals_transformers(source: Path, folder: Path, new_tokens: int) -> N
                 assert found.token_ids.tolist() == wanted[len(ids) :].tolist(), f"{name} in a batch"
 
 
+@pytest.mark.slow
 def test_every_registered_drafter_on_a_tiny_target(tiny_target_folder: Path, tmp_path: Path) -> None:
     assert_equals_transformers(tiny_target_folder, tmp_path, 12)
 

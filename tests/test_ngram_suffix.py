@@ -38,7 +38,7 @@ def common_suffix(context: list[int], before: list[int], depth: int) -> int:
     return length
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 5, 60, 100_000])
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 60, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [4, 32])
 def test_positions_are_sorted_by_what_can_be_matched(vocab_size: int, depth: int) -> None:
     text = joined_text(texts(vocab_size, vocab_size), vocab_size, depth)
