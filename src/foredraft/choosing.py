@@ -7,7 +7,7 @@ from typing import Any
 from foredraft.acceptance.leaderboard import noise_warnings
 from foredraft.acceptance.wording import Figure, interval, size, times
 from foredraft.core.errors import UserError
-from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, over_laws
+from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, harmonic_mean, over_laws
 from foredraft.select.portfolio import best_portfolio, checked_mix, doubts, pareto_front
 from foredraft.settings import SelectSettings
 
@@ -88,13 +88,13 @@ def choose_among(reports: Sequence[Mapping[str, Any]], settings: SelectSettings)
     report = merged(reports)
     chosen = choose_from(report, settings)
     by_domain = [row for law in report["laws"] for row in _law_rows(law)]
-    names = list(report["laws"][0]["drafters"])
-    domains = sorted(report["laws"][0]["drafters"][0]["domains"])
+    entries = report["laws"][0]["drafters"]
+    domains = sorted(entries[0]["domains"])
     mix = checked_mix(settings.mix or _traffic(report), domains)
-    speedups = {entry["name"]: _over_laws(report, entry["name"], settings.batch_size) for entry in names}
+    speedups = {entry["name"]: _over_laws(report, entry["name"], settings.batch_size) for entry in entries}
     limit = min(settings.memory_fraction * required_bytes(report["target"], settings), settings.most_bytes)
-    held = {entry["name"]: required_bytes(entry, settings) for entry in names}
-    allowed = {name: rates for name, rates in speedups.items() if name not in _refused(chosen)}
+    held = {entry["name"]: required_bytes(entry, settings) for entry in entries}
+    allowed = {name: rates for name, rates in speedups.items() if name not in chosen["refused"]}
     portfolio = best_portfolio(allowed, mix, settings.portfolio, held, limit)
     return {
         **chosen,
@@ -149,10 +149,6 @@ def _laws(report: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     return [(law["temperature"], law["top_k"], law["top_p"]) for law in report["laws"]]
 
 
-def _refused(chosen: Mapping[str, Any]) -> set[str]:
-    return set(chosen["refused"])
-
-
 def _law_rows(law: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the best length and its expected speedup by batch size, drafter and domain; domain "" is all."""
     rows = []
@@ -194,7 +190,7 @@ def _over_laws(report: Mapping[str, Any], name: str, batch_size: int) -> dict[st
         entry = next(one for one in law["drafters"] if one["name"] == name)
         for domain, part in entry["domains"].items():
             best.setdefault(domain, []).append(max(_speedups(law, entry, part, str(batch_size)).values()))
-    return {domain: len(rates) / sum(1.0 / rate for rate in rates) for domain, rates in best.items()}
+    return {domain: harmonic_mean(rates) for domain, rates in best.items()}
 
 
 def _traffic(report: Mapping[str, Any]) -> dict[str, float]:
@@ -219,7 +215,7 @@ def _sensitivity(
         return []
     found = []
     for doubt in doubts(chosen["drafter"], figures, prompts):
-        if doubt.other in _refused(chosen):
+        if doubt.other in chosen["refused"]:
             continue
         needed = math.ceil(doubt.prompts_needed) if math.isfinite(doubt.prompts_needed) else None
         settled = needed is not None and needed <= prompts

@@ -122,16 +122,17 @@ def _over_laws(figures: Sequence[CandidateFigures]) -> CandidateFigures:
     first = figures[0]
     lengths = [k for k in first.predicted_speedup if all(k in one.predicted_speedup for one in figures)]
     tokens = {k: _averaged([one.mean_tokens_per_call[k] for one in figures]) for k in lengths}
-    speedup = {k: _harmonic_mean([one.predicted_speedup[k] for one in figures]) for k in lengths}
+    speedup = {k: harmonic_mean([one.predicted_speedup[k] for one in figures]) for k in lengths}
     return replace(first, mean_tokens_per_call=tokens, predicted_speedup=speedup)
 
 
 def _averaged(figures: Sequence[Figure]) -> Figure:
     bounds = ([one.value for one in figures], [one.low for one in figures], [one.high for one in figures])
-    return Figure(*map(_harmonic_mean, bounds))
+    return Figure(*map(harmonic_mean, bounds))
 
 
-def _harmonic_mean(values: Sequence[float]) -> float:
+def harmonic_mean(values: Sequence[float]) -> float:
+    """Return the rate over parts of equal work that are done at these rates."""
     return len(values) / sum(1.0 / value for value in values)
 
 
