@@ -21,10 +21,11 @@ from foredraft.choosing import choice_table, choose_among, merged
 from foredraft.cli import app
 from foredraft.core.errors import UserError
 from foredraft.core.law import SamplingLaw
+from foredraft.core.pareto import pareto_front
 from foredraft.core.protocols import Answer
 from foredraft.core.roofline import PassFacts
 from foredraft.select.adaptive import AdaptiveDrafter
-from foredraft.select.portfolio import best_portfolio, doubts, over_mix, pareto_front
+from foredraft.select.portfolio import best_portfolio, doubts, over_mix
 from foredraft.selection import costs_for
 from foredraft.settings import SelectSettings, SimulateSettings
 from tests.toys import Lookup

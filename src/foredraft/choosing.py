@@ -7,8 +7,9 @@ from typing import Any
 from foredraft.acceptance.leaderboard import noise_warnings
 from foredraft.acceptance.wording import Figure, interval, size, times
 from foredraft.core.errors import UserError
+from foredraft.core.pareto import pareto_front
 from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, harmonic_mean, over_laws
-from foredraft.select.portfolio import best_portfolio, checked_mix, doubts, pareto_front
+from foredraft.select.portfolio import best_portfolio, checked_mix, doubts
 from foredraft.settings import SelectSettings
 
 

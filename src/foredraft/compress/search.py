@@ -17,6 +17,7 @@ from foredraft.compress.quantize import round_to_nearest
 from foredraft.compress.rounding import product
 from foredraft.compress.sensitivity import sensitivities
 from foredraft.compress.units import EMBEDDING, HEAD, Unit, search_units
+from foredraft.core import pareto
 from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.core.protocols import Answer
 from foredraft.core.roofline import Machine, PassFacts, block_seconds, pass_seconds
@@ -148,11 +149,8 @@ def search(
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
     """Return the points that no other beats in both bytes and predicted speedup, the smallest first."""
-    front: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.bytes, -point.predicted_speedup)):
-        if not front or point.predicted_speedup > front[-1].predicted_speedup:
-            front.append(point)
-    return front
+    figures = {number: (point.bytes, point.predicted_speedup) for number, point in enumerate(points)}
+    return [points[number] for number in pareto.pareto_front(figures)]
 
 
 def best_point(points: Sequence[Point], limits: Limits) -> Point | None:

@@ -44,21 +44,6 @@ class Doubt:
     prompts_needed: float
 
 
-def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the names that no other beats in both cost and acceptance, cheapest first.
-
-    Args:
-        points: Cost ratio, less is better, and expected acceptance, more is better.
-    """
-    front: list[str] = []
-    best = -math.inf
-    for name in sorted(points, key=lambda one: (points[one][0], -points[one][1], one)):
-        if points[name][1] > best:
-            front.append(name)
-            best = points[name][1]
-    return front
-
-
 def over_mix(speedups: Mapping[str, float], mix: Mapping[str, float]) -> float:
     """Return the speedup over traffic of which each domain has a share of the tokens: times add up."""
     return sum(mix.values()) / sum(share / speedups[domain] for domain, share in mix.items())
