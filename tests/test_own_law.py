@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
@@ -149,11 +150,31 @@ def test_there_is_nothing_to_fit_under_greedy_targets_or_to_certain_guesses(
 
 
 def test_a_law_outlives_a_wider_head_and_not_new_weights(fitted: Path, target: LocalTarget, tmp_path: Path) -> None:
-    kept = verbs.set_head(fitted, target, HeadStep(), tmp_path / "head")
+    kept = verbs.set_head(fitted, target, [], HeadStep(), tmp_path / "head")
     assert kept.options["own_laws"] == read_manifest(fitted).options["own_laws"]
     gone = compressing.quantize_draft(fitted, target, (), QuantizeStep(), tmp_path / "int8")
     assert "own_laws" not in gone.options
     assert gone.law == PLAIN
+
+
+def test_a_head_of_more_rows_can_say_more_and_says_the_rest_in_the_same_proportions(
+    flat: Path, target: LocalTarget, traces: dict[str, Trace], tmp_path: Path
+) -> None:
+    few = verbs.set_head(flat, target, [traces["train"]], HeadStep(rows=40), tmp_path / "few")
+    more = verbs.set_head(tmp_path / "few", target, [traces["train"]], HeadStep(rows=120), tmp_path / "more")
+    assert (few.options["head_rows"], more.options["head_rows"]) == (40, 120)
+    first, second = (_guess(tmp_path / name, target) for name in ("few", "more"))
+    said = first > 0
+    assert int(said.sum()) == 40
+    assert int((second > 0).sum()) == 120
+    torch.testing.assert_close(second[said] / second[said].sum(), first[said])
+
+
+def _guess(folder: Path, target: LocalTarget) -> Tensor:
+    drafter = bound_for(drafters.load_drafter(str(folder), target), PLAIN)
+    proposal = drafter.propose(torch.arange(5), 1, torch.Generator().manual_seed(0))
+    assert proposal.laws is not None
+    return proposal.laws.probs(0, int(proposal.token_ids[0]))
 
 
 def test_an_n_gram_law_takes_a_law_of_its_own_too(

@@ -243,7 +243,7 @@ class _Run:
             "prune": lambda out: compressing.prune_draft(source, self.target, train, settings, out, progress),
             "quantize": lambda out: compressing.quantize_draft(source, self.target, train, settings, out, progress),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
-            "head": lambda out: verbs.set_head(source, self.target, settings, out),
+            "head": lambda out: verbs.set_head(source, self.target, train, settings, out),
         }
         learnt = [*_keys(train), *verbs.text_keys(step, self._held_out)] if verbs.learns(step) else []
         learnt += _keys([open_trace(folder) for folder in settings.buffer]) if step.verb == "adapt" else []
@@ -260,7 +260,7 @@ class _Run:
         twins = {
             parents[name]: name
             for name, steps in self.recipe.candidates.items()
-            if [step.verb for step in steps] == ["from", "head"]
+            if [step.verb for step in steps] == ["from", "head"] and steps[1].settings.rows == "full"
         }
         return {
             name: Contender(

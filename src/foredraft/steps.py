@@ -414,7 +414,11 @@ class CompressSettings(Settings):
 class HeadStep(Settings):
     """Which rows of the head a draft computes."""
 
-    rows: Literal["full"] = Field("full", description="full: every row, as runtimes without a map of token ids run it.")
+    rows: Annotated[int, Field(ge=1)] | Literal["full"] = Field(
+        "full",
+        description="How many: the tokens that the target writes most often. full: every row, as runtimes without a "
+        "map of token ids run it.",
+    )
 
 
 class LawStep(Settings):

@@ -50,9 +50,10 @@ def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out
     return save_draft(Draft(built.model, head), out, manifest, target.tokenizer)
 
 
-def set_head(source: Path, target: LocalTarget, step: HeadStep, out: Path) -> DraftManifest:
-    """Write the twin of a trimmed draft that computes every row of its head."""
-    draft = replace(load_draft(source), head_token_ids=NO_IDS)
+def set_head(source: Path, target: LocalTarget, traces: Sequence[Trace], step: HeadStep, out: Path) -> DraftManifest:
+    """Write the twin of a draft that computes other rows of its head; a folder holds all rows, whatever is computed."""
+    rows = NO_IDS if step.rows == "full" else rank_tokens(_answer_ids(traces), target.tokenizer, step.rows)
+    draft = replace(load_draft(source), head_token_ids=rows)
     return save_draft(draft, out, extended(manifest_for(source, target), "head", step), target.tokenizer)
 
 
@@ -111,6 +112,8 @@ def learns(step: Step) -> bool:
             return step.settings.method == "gptq"
         case "law":
             return step.settings.is_fitted
+        case "head":
+            return step.settings.rows != "full"
         case verb:
             return verb in ("distill", "adapt", "meta")
 
