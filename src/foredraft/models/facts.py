@@ -17,6 +17,7 @@ from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import ModelError
 from foredraft.core.pair import ModelFacts
+from foredraft.models.foreign import head_sentence
 from foredraft.models.gguf_header import read_header
 from foredraft.models.quantized import missing_package
 from foredraft.models.tokenizer_facts import (
@@ -205,6 +206,8 @@ def _gguf_fault(source: str, architecture: str, unread_tokenizer: bool) -> str:
 
 def _fault(source: str, path: Path, config: Mapping[str, Any], architecture: str, no_tokenizer: bool) -> str:
     """Return why foredraft does not load a folder; empty if nothing speaks against it."""
+    if sentence := head_sentence(source, config):
+        return sentence
     if architecture != "unknown" and not architecture.endswith(_CAUSAL):
         return f"{source} is a {architecture}, no causal language model."
     if config.get("is_encoder_decoder"):
