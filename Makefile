@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: quickstart test slow check bench real servers docs clean
+.PHONY: quickstart test slow check bench real runtime-tests runtimes docs clean
 
 quickstart: $(VENV)/installed  ## distil, shrink, score and export drafts of a real model, in minutes
 	$(BIN)/foredraft run recipes/quickstart.yaml --out runs/quickstart
@@ -22,9 +22,14 @@ slow: $(VENV)/installed-test  ## tests that kill whole runs again and again
 real: $(VENV)/installed-test  ## tests on real checkpoints
 	$(BIN)/python -m pytest -m real_model
 
-servers: $(VENV)/installed-test  ## tests against real servers, which are installed first (about 4 GB)
-	tools/servers.sh llama $(VENV)-llama
-	tools/servers.sh vllm $(VENV)-vllm
+runtime-tests: $(VENV)/installed-test  ## drafts in transformers and in llama.cpp, which is installed first (34 MB)
+	tools/runtimes.sh llama $(VENV)-llama
+	FOREDRAFT_XLLAMA_PYTHON=$(abspath $(VENV)-llama/bin/python) \
+		$(BIN)/python -m pytest -m server --numprocesses=1 tests/test_verification_runtimes.py
+
+runtimes: $(VENV)/installed-test  ## tests against real runtimes and servers, which are installed first (about 4 GB)
+	tools/runtimes.sh llama $(VENV)-llama
+	tools/runtimes.sh vllm $(VENV)-vllm
 	FOREDRAFT_XLLAMA_PYTHON=$(abspath $(VENV)-llama/bin/python) FOREDRAFT_VLLM_PYTHON=$(abspath $(VENV)-vllm/bin/python) \
 		$(BIN)/python -m pytest -m server --numprocesses=1 -s
 

@@ -1,4 +1,4 @@
-"""Real servers for tests: started from the environments that tools/servers.sh makes, ended with the test."""
+"""Real servers for tests: started from the environments that tools/runtimes.sh makes, ended with the test."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ def python_of(variable: str) -> str:
     """Return the interpreter that an environment variable names; skip the test where it is not set."""
     path = os.environ.get(variable, "")
     if not path:
-        pytest.skip(f"needs {variable}: see tools/servers.sh")
+        pytest.skip(f"needs {variable}: see tools/runtimes.sh")
     return path
 
 

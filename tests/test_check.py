@@ -18,7 +18,8 @@ from foredraft.check_table import check_table
 from foredraft.cli import main
 from foredraft.core.errors import ModelError, TraceError, UnknownNameError
 from foredraft.core.law import SamplingLaw
-from foredraft.core.pair import ModelFacts, PairFacts, pair_findings
+from foredraft.core.pair import ModelFacts, PairFacts
+from foredraft.core.pair_findings import pair_findings
 from foredraft.core.runtimes import LOADS, REFUSED, RUNTIMES, TRAP, Verdict, verdict
 from foredraft.corpora import build_drafter
 from foredraft.models.facts import backend_fingerprint, read_side

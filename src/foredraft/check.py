@@ -10,7 +10,8 @@ from typing import Any
 
 from foredraft.catalog import unknown_name_message
 from foredraft.core.errors import TraceError, UnknownNameError
-from foredraft.core.pair import SHOWN_DIFFERENCES, Finding, ModelFacts, PairFacts, pair_findings, token_texts
+from foredraft.core.pair import SHOWN_DIFFERENCES, Finding, ModelFacts, PairFacts, token_texts
+from foredraft.core.pair_findings import pair_findings
 from foredraft.core.runtimes import REFUSED, RUNTIMES, Verdict, verdict
 from foredraft.models.facts import Side, backend_fingerprint, cut_alike, read_side
 from foredraft.trace.store import Trace, open_trace

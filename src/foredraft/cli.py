@@ -11,7 +11,7 @@ import sys
 import typer
 from rich.logging import RichHandler
 
-from foredraft.commands import making, measuring, running, selecting, shrinking, training
+from foredraft.commands import making, measuring, running, selecting, shrinking, training, verifying
 from foredraft.commands.common import STDERR, escaped
 from foredraft.core.errors import ForedraftError
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for part in (running, training, shrinking, making, measuring, selecting):
+for part in (running, training, shrinking, making, measuring, verifying, selecting):
     app.add_typer(part.app)
 
 

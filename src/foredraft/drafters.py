@@ -18,6 +18,7 @@ from foredraft.core.protocols import Drafter, Observer, Speaker, TextReader
 from foredraft.lineage import manifest_for
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
+from foredraft.models.foreign import refuse_foreign_head
 from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
 from foredraft.models.target import LocalTarget
 from foredraft.select.saved import load_selection
@@ -86,6 +87,7 @@ def _load_plain(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
 
 
 def _foreign_draft(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
+    refuse_foreign_head(spec)
     loaded = load_causal_lm(spec, _draft_dtype(target), trust_remote_code)
     if loaded.tokenizer_fingerprint != target.tokenizer_fingerprint:
         difference = "their tokenizers are not the same"

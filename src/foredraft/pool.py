@@ -12,7 +12,6 @@ import yaml
 from foredraft import compressing, drafters, trainings, verbs
 from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
-from foredraft.catalog import resolve
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
 from foredraft.choosing import choose_from
 from foredraft.core.digest import digest_of
@@ -83,7 +82,7 @@ def run_recipe(
             verbs.refuse_impossible(step, target)
             verbs.text_keys(step, prompts.eval)
     for runtime in recipe.export:
-        resolve("exporters", runtime)
+        verbs.refuse_unknown_runtime(runtime)
     report = _Run(recipe, workspace, target, progress, trust_remote_code).finish(prompts)
     trainings.dismiss_helpers()
     return report
@@ -286,7 +285,7 @@ class _Run:
         for runtime in self.recipe.export if chosen else []:
             name, k = chosen["drafter"], chosen["k"]
             key = digest_of([runtime, self._made[name].key, k])
-            path = self.workspace.root / "exports" / runtime / f"{name}-{key[:8]}"
+            path = self.workspace.root / "exports" / runtime.partition(":")[0] / f"{name}-{key[:8]}"
             export = partial(verbs.export_draft, self._made[name].folder, self.target, runtime, k)
             self.workspace.stage(f"export {name} for {runtime}", key, path, export)
             folders[runtime] = str(path)

@@ -1,10 +1,12 @@
 """What each verb makes, from folders to folders. The pool chains them; the command line runs them alone."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
 from foredraft.core.errors import UnknownNameError, UserError
 from foredraft.core.law import SamplingLaw
+from foredraft.core.options import read_options
 from foredraft.core.own_law import HasOwnLaws, OwnLaws
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Drafter
@@ -24,6 +27,7 @@ from foredraft.distill.init.source import check_source, open_source
 from foredraft.distill.leaks import without_leaks
 from foredraft.distill.losses import read_loss
 from foredraft.drafters import read_wrapper
+from foredraft.export.plan import planned_length, slowdown_sentence
 from foredraft.lineage import blank_manifest, copy_files, extended, manifest_for, warn_of_changed_target
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
@@ -37,6 +41,8 @@ from foredraft.steps import (
 )
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace
+
+_log = logging.getLogger(__name__)
 
 
 def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
@@ -92,11 +98,35 @@ def _fitted(name: str, drafter: Drafter, traces: Sequence[Trace], step: LawStep,
 
 
 def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: Path) -> Path:
-    """Write a draft as `runtime` loads it, tuned to k draft tokens a block."""
+    """Write a draft as `runtime` loads it, tuned to k draft tokens a block; return the folder.
+
+    Args:
+        runtime: A name of the catalog's group "exporters", with options: `llama.cpp:type=q8_0`.
+        k: 0 takes the length with the best predicted speedup of those that were measured.
+    """
+    exporter = resolve("exporters", runtime.partition(":")[0])
+    options = read_options(runtime, {option.name: type(option.default) for option in _options_of(exporter)})
+    measured: Mapping[str, Any] = {}
     if (source / MANIFEST).is_file():
-        warn_of_changed_target(source, read_manifest(source), target)
-    resolve("exporters", runtime)(source, target, k, out)
+        manifest = read_manifest(source)
+        warn_of_changed_target(source, manifest, target)
+        measured = manifest.measured
+    length = k or planned_length(measured)
+    if sentence := slowdown_sentence(measured, length):
+        _log.warning("%s", sentence)
+    exporter(source, target, length, out, **options)
     return out
+
+
+def refuse_unknown_runtime(runtime: str) -> None:
+    """Raise what export_draft would raise for the runtime's name alone."""
+    exporter = resolve("exporters", runtime.partition(":")[0])
+    read_options(runtime, {option.name: type(option.default) for option in _options_of(exporter)})
+
+
+def _options_of(exporter: Callable[..., Any]) -> list[Parameter]:
+    """Return what an exporter takes beside source, target, k and out."""
+    return [option for option in signature(exporter).parameters.values() if option.default is not Parameter.empty]
 
 
 def learns(step: Step) -> bool:

@@ -66,22 +66,30 @@ def run(
 
 @app.command(
     epilog="""
-Example:
+Examples:
 
     foredraft export runs/mine/drafts/prefix-6/distill-1a2b3c4d --target my-model --out served/draft
+
+    foredraft export draft --target my-model --runtime llama.cpp:type=q8_0 --out served/gguf
+
+    foredraft export prompt-lookup:max_match=4 --target my-model --runtime vllm --out served/lookup
 """
 )
 def export(
     draft: DraftFolder,
     target: TargetName,
     out: Out,
-    runtime: Annotated[str, typer.Option(help="For which runtime.")] = "transformers",
-    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1)] = 4,
+    runtime: Annotated[
+        str, typer.Option(help="transformers, vllm, sglang, llama.cpp:type=f16, mlx-lm, llamacpp-lookup, sglang-ngram.")
+    ] = "transformers",
+    num_draft_tokens: Annotated[
+        int, typer.Option("--k", help="Draft tokens of a block; 0 takes the best length measured.", min=0)
+    ] = 4,
     dtype: Dtype = "auto",
     adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
-    """Write a draft as another runtime loads it."""
+    """Write a draft as another runtime loads it, with a model card and a plan of its settings."""
     from foredraft.verbs import export_draft
 
     folder = export_draft(draft, named_target(target, dtype, adapter), runtime, num_draft_tokens, out)

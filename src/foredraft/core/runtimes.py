@@ -14,7 +14,7 @@ LOADS, TRAP, REFUSED = "loads", "loads with a trap", "refused"
 _LLAMACPP_SIZE_DIFFERENCE = 128
 _LLAMACPP_FIRST_COMPARED = 5
 _BLOCK = 256
-_VLLM_PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
+VLLM_PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 _TRANSPLANT = "Make the draft from the target, or give it the target's vocabulary."
 _FOLDER_FIRST = "Name the transformers folder, or write one: foredraft export DRAFT --target TARGET --out FOLDER."
 
@@ -113,7 +113,7 @@ def vllm(pair: PairFacts) -> Iterator[Finding]:
     yield from _shorter(pair, "vLLM stops drafting for the whole batch behind the draft's context")
     if pair.draft.dtype and pair.target.dtype and pair.draft.dtype != pair.target.dtype:
         yield Finding(f"vLLM runs the draft in the target's {pair.target.dtype}, not in its own {pair.draft.dtype}.")
-    if found := [word for word in _VLLM_PATH_WORDS if word in pair.draft.source.lower()]:
+    if found := [word for word in VLLM_PATH_WORDS if word in pair.draft.source.lower()]:
         yield Finding(
             f"The draft's path contains {found[0]!r}: vLLM guesses its method from that, whatever you ask for.",
             "Rename the folder.",

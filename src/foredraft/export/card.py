@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,33 @@ from huggingface_hub import ModelCard, ModelCardData
 from foredraft.acceptance.wording import number, times
 from foredraft.checkpoint import DraftManifest
 from foredraft.core.own_law import TARGETS_LAWS, OwnLaws
+from foredraft.export.plan import slowdown_sentence
 from foredraft.models.target import LocalTarget
 
 
-def model_card(manifest: DraftManifest, target: LocalTarget, k: int, head_rows: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How a runtime takes a draft, for its card.
+
+    Attributes:
+        runtime: A key of core.runtimes.RUNTIMES; the card calls it so.
+        lines: Markdown: the exact command, and for which version it was written.
+        own_laws: Which law the runtime lets a draft draw from.
+    """
+
+    runtime: str
+    lines: tuple[str, ...]
+    own_laws: str
+
+
+def model_card(
+    manifest: DraftManifest,
+    target: LocalTarget,
+    use: Use,
+    k: int,
+    head_rows: int,
+    changes: tuple[str, ...] = (),
+) -> str:
     """Return README.md of a draft: what it is for, how to use it, how it was made, what was measured, whose licence.
 
     Args:
@@ -25,6 +48,7 @@ def model_card(manifest: DraftManifest, target: LocalTarget, k: int, head_rows: 
         target: What it drafts for.
         k: Draft tokens at every target call.
         head_rows: Rows of the head that the draft computed when it was measured; 0 for all.
+        changes: What was changed in it for the runtime.
     """
     licence = inherited_licence(target.path)
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", target.name) is not None
@@ -48,23 +72,17 @@ def model_card(manifest: DraftManifest, target: LocalTarget, k: int, head_rows: 
             "",
             "## Use",
             "",
-            "```python",
-            "from transformers import AutoModelForCausalLM",
-            'draft = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
-            "target.generate(**inputs, assistant_model=draft)",
-            "```",
-            "",
-            f"Made with transformers {version('transformers')}. `generation_config.json` asks for {k} draft tokens at "
-            "every call of the target; the tokenizer is the target's.",
+            *use.lines,
             "",
             "## How it was made",
             "",
             *_steps(manifest),
+            *_changes(changes),
             "",
             "## Measured",
             "",
-            *_measured(manifest.measured, k, head_rows),
-            *_own_law(manifest),
+            *_measured(manifest.measured, k, head_rows, use),
+            *_own_law(manifest, use),
             "",
             "## Licence",
             "",
@@ -96,19 +114,24 @@ def _steps(manifest: DraftManifest) -> Iterator[str]:
         yield f"Trained on {manifest.training_tokens:,} tokens that the target wrote itself, repeats included."
 
 
-def _own_law(manifest: DraftManifest) -> Iterator[str]:
+def _changes(changes: tuple[str, ...]) -> Iterator[str]:
+    if changes:
+        yield ""
+        yield "For this runtime: " + " ".join(changes)
+
+
+def _own_law(manifest: DraftManifest, use: Use) -> Iterator[str]:
     laws = OwnLaws.from_json(manifest.options.get("own_laws", {}))
     if laws == TARGETS_LAWS:
         return
     yield ""
     yield (
-        f"Measured drawing its guesses from a law of its own ({laws}). transformers lets a draft draw with the "
-        "target's temperature and top-k, whatever its generation_config.json says, so that acceptance there is that "
-        "of the target's law. The text is the target's own either way."
+        f"Measured drawing its guesses from a law of its own ({laws}). {use.own_laws} The text is the target's own "
+        "either way."
     )
 
 
-def _measured(measured: Mapping[str, Any], k: int, head_rows: int) -> Iterator[str]:
+def _measured(measured: Mapping[str, Any], k: int, head_rows: int, use: Use) -> Iterator[str]:
     if not measured:
         yield "Nothing yet."
         return
@@ -122,9 +145,12 @@ def _measured(measured: Mapping[str, Any], k: int, head_rows: int) -> Iterator[s
             f"| {label} | {number(entry['expected_acceptance'], 3)} | {number(tokens)} | {times(speedup)} | "
             f"{entry['prompts']} |"
         )
+    if sentence := slowdown_sentence(measured, k):
+        yield ""
+        yield sentence
     if head_rows:
         yield ""
         yield (
-            f"Measured in foredraft, which computes only {head_rows} rows of the head; transformers computes all of "
+            f"Measured in foredraft, which computes only {head_rows} rows of the head; {use.runtime} computes all of "
             "them, so that a guess costs more here."
         )

@@ -11,19 +11,31 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import ModelError
 from foredraft.core.pair import ModelFacts
+from foredraft.models.foreign import head_sentence
 from foredraft.models.gguf_header import read_header
 from foredraft.models.quantized import missing_package
+from foredraft.models.tokenizer_facts import (
+    adds,
+    chat_template,
+    folder_tokenizer,
+    kind_of,
+    known_tokens,
+    read_json,
+    special,
+    special_ids,
+)
 
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEADS = frozenset(("lm_head.weight", "embed_out.weight", "output.weight", "language_model.lm_head.weight"))
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_INTEGERS = frozenset(("I8", "U8", "I32"))
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _RECURRENT = frozenset((
     "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "rwkv", "recurrent_gemma", "falcon_h1",
@@ -106,13 +118,13 @@ def _locate(source: str) -> Path:
 def _folder_side(source: str, path: Path, manifest: DraftManifest | None) -> Side:
     if not (path / "config.json").is_file():
         raise ModelError(f"{source} is no model folder: it has no config.json.")
-    config = _json(path / "config.json")
+    config = read_json(path / "config.json")
     text_config = {**config, **(config.get("text_config") or {})}
-    settings = _json(path / "generation_config.json")
+    settings = read_json(path / "generation_config.json")
     header = dict(_tensor_headers(path))
     architecture = str((config.get("architectures") or ["unknown"])[0])
-    tokenizer, named = _folder_tokenizer(path)
-    tokens = _tokens(tokenizer, named)
+    tokenizer, named = folder_tokenizer(path)
+    tokens = known_tokens(tokenizer, named)
     has_head = any(name in _HEADS for name in header) if header else None
     stops = settings.get("eos_token_id", text_config.get("eos_token_id"))
     facts = ModelFacts(
@@ -120,21 +132,23 @@ def _folder_side(source: str, path: Path, manifest: DraftManifest | None) -> Sid
         architecture=architecture,
         num_rows=int(text_config.get("vocab_size") or 0),
         tokens=tokens,
-        special_ids=_special_ids(tokenizer, named),
+        special_ids=special_ids(tokenizer, named),
         base_tokens=tokenizer.get_vocab_size(with_added_tokens=False) if tokenizer else 0,
-        tokenizer_kind=_kind_of(tokenizer),
-        bos_id=_special("bos", named, tokens, text_config),
-        eos_id=_special("eos", named, tokens, text_config),
-        pad_id=_special("pad", named, tokens, text_config),
-        adds_bos=_adds("bos", named, tokenizer, tokens),
-        adds_eos=_adds("eos", named, tokenizer, tokens),
+        tokenizer_kind=kind_of(tokenizer),
+        bos_id=special("bos", named, tokens, text_config),
+        eos_id=special("eos", named, tokens, text_config),
+        pad_id=special("pad", named, tokens, text_config),
+        adds_bos=adds("bos", named, tokenizer, tokens),
+        adds_eos=adds("eos", named, tokenizer, tokens),
         stop_ids=tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),),
-        chat_template=_chat_template(path, named),
+        chat_template=chat_template(path, named),
         max_context=int(text_config.get("max_position_embeddings") or 0),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or next(iter(header.values()), "")),
         is_tied=bool(text_config.get("tie_word_embeddings", has_head is False)),
         has_head=has_head,
         quantization=str((config.get("quantization_config") or {}).get("quant_method", "")),
+        has_integers=any(kind in _INTEGERS for kind in header.values()),
+        tokenizer_class=str(named.get("tokenizer_class", "")),
         settings={name: value for name, value in settings.items() if name not in _BOOKKEEPING},
         is_recurrent=_is_recurrent(text_config),
         has_sliding_window=_has_sliding_window(text_config),
@@ -192,6 +206,8 @@ def _gguf_fault(source: str, architecture: str, unread_tokenizer: bool) -> str:
 
 def _fault(source: str, path: Path, config: Mapping[str, Any], architecture: str, no_tokenizer: bool) -> str:
     """Return why foredraft does not load a folder; empty if nothing speaks against it."""
+    if sentence := head_sentence(source, config):
+        return sentence
     if architecture != "unknown" and not architecture.endswith(_CAUSAL):
         return f"{source} is a {architecture}, no causal language model."
     if config.get("is_encoder_decoder"):
@@ -203,76 +219,6 @@ def _fault(source: str, path: Path, config: Mapping[str, Any], architecture: str
     if missing := missing_package(config):
         return f"{source} {missing}"
     return f"{source} has no tokenizer." if no_tokenizer else ""
-
-
-def _folder_tokenizer(path: Path) -> tuple[Tokenizer | None, dict[str, Any]]:
-    """Return the tokenizer and the special tokens and switches that lie beside it."""
-    named = {**_json(path / "special_tokens_map.json"), **_json(path / "tokenizer_config.json")}
-    if (path / "tokenizer.json").is_file():
-        try:
-            return Tokenizer.from_file(str(path / "tokenizer.json")), named
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{path / 'tokenizer.json'} cannot be read: {error}.") from error
-    if not any(path.glob("*.model")) and not (path / "vocab.json").is_file():
-        return None, named
-    from foredraft.models.loading import load_tokenizer  # brings transformers
-
-    wrapped = load_tokenizer(path)
-    return (wrapped.backend_tokenizer if wrapped.is_fast else None), named
-
-
-def _tokens(tokenizer: Tokenizer | None, named: Mapping[str, Any]) -> dict[int, str]:
-    if tokenizer is None:
-        return {}
-    found = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
-    return found | {int(index): str(token["content"]) for index, token in named.get("added_tokens_decoder", {}).items()}
-
-
-def _special_ids(tokenizer: Tokenizer | None, named: Mapping[str, Any]) -> frozenset[int]:
-    known = tokenizer.get_added_tokens_decoder().items() if tokenizer else ()
-    added = {index for index, token in known if token.special}
-    added |= {int(index) for index, token in named.get("added_tokens_decoder", {}).items() if token.get("special")}
-    return frozenset(added)
-
-
-def _special(name: str, named: Mapping[str, Any], tokens: Mapping[int, str], config: Mapping[str, Any]) -> int:
-    """Return the id of bos, eos or pad: the tokenizer's word for it, else the configuration's."""
-    token = named.get(f"{name}_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    for index, known in tokens.items():
-        if text is not None and known == text:
-            return index
-    given = config.get(f"{name}_token_id")
-    given = given[0] if isinstance(given, list) and given else given
-    return int(given) if isinstance(given, int) else -1
-
-
-def _adds(name: str, named: Mapping[str, Any], tokenizer: Tokenizer | None, tokens: Mapping[int, str]) -> bool:
-    """Return whether a text gets bos in front or eos behind; the switch in the file counts before the rules."""
-    if isinstance(switch := named.get(f"add_{name}_token"), bool):
-        return switch
-    if tokenizer is None:
-        return False
-    ids, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
-    edge = ids[0] if name == "bos" else ids[-1]
-    return len(ids) > len(bare) and edge == _special(name, named, tokens, {})
-
-
-def _kind_of(tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "unknown"
-    model = tokenizer.model
-    if isinstance(model, models.BPE):
-        return "sentencepiece" if model.byte_fallback else "byte-level"
-    return "sentencepiece" if isinstance(model, models.Unigram) else type(model).__name__.lower()
-
-
-def _chat_template(path: Path, named: Mapping[str, Any]) -> str:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    given = named.get("chat_template") or ""
-    return given if isinstance(given, str) else json.dumps(given, sort_keys=True)
 
 
 def _tensor_headers(path: Path) -> Iterator[tuple[str, str]]:
@@ -298,13 +244,3 @@ def _has_sliding_window(config: Mapping[str, Any]) -> bool:
     if layers := config.get("layer_types"):
         return "sliding_attention" in layers
     return bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is not False
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}.") from error
-    return found if isinstance(found, dict) else {}

@@ -19,11 +19,11 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast,
 
 from foredraft.core.errors import ModelError
 
-_CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+ARCHITECTURES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 _TIED_COSINE = 0.99
 
-_LAYER_PARTS = {
+LAYER_PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -34,6 +34,7 @@ _LAYER_PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+INTERLEAVED = ("attn_q", "attn_k")
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,8 +82,8 @@ def read_gguf(path: Path) -> tuple[PreTrainedConfig, dict[str, Tensor], PreTrain
         ModelError: it is no GGUF file, is cut short, or holds an architecture or tokenizer that is not read.
     """
     file = _open(path)
-    if file.architecture not in _CONFIGS:
-        raise ModelError(f"{path} holds the architecture {file.architecture!r}; read are: {', '.join(_CONFIGS)}.")
+    if file.architecture not in ARCHITECTURES:
+        raise ModelError(f"{path} holds the architecture {file.architecture!r}; read are: {', '.join(ARCHITECTURES)}.")
     try:
         state_dict, tied = _read_weights(file)
         tokenizer = _read_tokenizer(file)
@@ -102,8 +103,8 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> PreTrainedToke
 def read_gguf_vocabulary(path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast]:
     """Return the configuration and the tokenizer, without reading any weight; see read_gguf."""
     file = _open(path)
-    if file.architecture not in _CONFIGS:
-        raise ModelError(f"{path} holds the architecture {file.architecture!r}; read are: {', '.join(_CONFIGS)}.")
+    if file.architecture not in ARCHITECTURES:
+        raise ModelError(f"{path} holds the architecture {file.architecture!r}; read are: {', '.join(ARCHITECTURES)}.")
     try:
         return _read_config(file, tied=True), _read_tokenizer(file)
     except (ValueError, IndexError, TypeError, KeyError) as error:
@@ -122,7 +123,7 @@ def _open(path: Path) -> _File:
 def _read_config(file: _File, tied: bool) -> PreTrainedConfig:
     eos = file.field("tokenizer.ggml.eos_token_id")
     stops = [eos, *_also_stops(file, eos)]
-    return _CONFIGS[file.architecture](
+    return ARCHITECTURES[file.architecture](
         architectures=[{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[file.architecture]],
         vocab_size=int(file.tensors["token_embd.weight"].shape[1]),
         hidden_size=file.size("embedding_length"),
@@ -130,6 +131,7 @@ def _read_config(file: _File, tied: bool) -> PreTrainedConfig:
         num_hidden_layers=file.size("block_count"),
         num_attention_heads=file.size("attention.head_count"),
         num_key_value_heads=file.size("attention.head_count_kv"),
+        **_head_size(file),
         max_position_embeddings=file.size("context_length"),
         rms_norm_eps=round(file.size("attention.layer_norm_rms_epsilon"), 9),
         rope_theta=file.size("rope.freq_base"),
@@ -138,6 +140,12 @@ def _read_config(file: _File, tied: bool) -> PreTrainedConfig:
         eos_token_id=stops if len(stops) > 1 else eos,
         pad_token_id=file.fields.get("tokenizer.ggml.padding_token_id", eos),
     )
+
+
+def _head_size(file: _File) -> dict[str, int]:
+    """Narrowed heads are no longer hidden_size / heads wide; the file says so, or leaves it out."""
+    width = file.fields.get(f"{file.architecture}.attention.key_length")
+    return {} if width is None or file.architecture != "llama" else {"head_dim": int(width)}
 
 
 def _also_stops(file: _File, eos: int) -> list[int]:
@@ -160,7 +168,7 @@ def _read_weights(file: _File) -> tuple[dict[str, Tensor], bool]:
         weights["lm_head.weight"] = head
     read = {"output_norm.weight", "token_embd.weight", "output.weight"}
     for layer in range(file.size("block_count")):
-        for part, name in _LAYER_PARTS.items():
+        for part, name in LAYER_PARTS.items():
             for kind in ("weight", "bias"):
                 source = f"blk.{layer}.{part}.{kind}"
                 if source in file.tensors:
@@ -175,7 +183,7 @@ def _read_weights(file: _File) -> tuple[dict[str, Tensor], bool]:
 
 def _in_order(file: _File, part: str, weight: np.ndarray) -> np.ndarray:
     """Undo llama.cpp's interleaving of the two rotary halves of q and k, done for llama only."""
-    if file.architecture != "llama" or part not in ("attn_q", "attn_k"):
+    if file.architecture != "llama" or part not in INTERLEAVED:
         return weight
     heads = file.size("attention.head_count" if part == "attn_q" else "attention.head_count_kv")
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
@@ -191,28 +199,25 @@ def _same_matrix(embeddings: np.ndarray, head: np.ndarray) -> bool:
 
 def _read_tokenizer(file: _File) -> PreTrainedTokenizerFast:
     model, cut = file.field("tokenizer.ggml.model"), file.fields.get("tokenizer.ggml.pre", "none")
-    if model != "gpt2" or cut not in _CUTS:
+    if model != "gpt2" or cut not in CUTS:
         raise ModelError(
             f"{file.path} has a tokenizer of kind {model!r} with the pre-tokenizer {cut!r}; read are byte-level BPE "
-            f"('gpt2') with: {', '.join(_CUTS)}."
+            f"('gpt2') with: {', '.join(CUTS)}."
         )
     tokens, kinds = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
-    added = [index for index, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
+    added = [index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
     # Special tokens with ids below the first ordinary token belong to the BPE vocabulary, later ones
     # are added behind it. Rows of other kinds pad the matrix and are no tokens.
-    first_normal = kinds.index(_NORMAL)
+    first_normal = kinds.index(NORMAL)
     in_vocab = {index for index in added if index < first_normal}
-    vocab = {token: index for index, token in enumerate(tokens) if kinds[index] == _NORMAL or index in in_vocab}
+    vocab = {token: index for index, token in enumerate(tokens) if kinds[index] == NORMAL or index in in_vocab}
     merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False))
-    _CUTS[cut](tokenizer)
+    CUTS[cut](tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
     shown = _QWEN2_SHOWN if cut == "qwen2" else frozenset()
     tokenizer.add_tokens(
-        [
-            AddedToken(tokens[i], normalized=False, special=kinds[i] == _CONTROL and tokens[i] not in shown)
-            for i in added
-        ]
+        [AddedToken(tokens[i], normalized=False, special=kinds[i] == CONTROL and tokens[i] not in shown) for i in added]
     )
     for index in added:
         if tokenizer.token_to_id(tokens[index]) != index:
@@ -256,4 +261,4 @@ def _cut_like_qwen2(tokenizer: Tokenizer) -> None:
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
 
 
-_CUTS = {"smollm": _cut_like_smollm, "qwen2": _cut_like_qwen2}
+CUTS = {"smollm": _cut_like_smollm, "qwen2": _cut_like_qwen2}

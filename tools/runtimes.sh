@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Makes the environments of the servers that tests/test_remote_servers.py talks to, one folder each:
-#   tools/servers.sh llama DIR     llama.cpp's server inside a wheel (CPU), 34 MB
-#   tools/servers.sh vllm DIR      vLLM for the CPU, about 3 GB with torch
-# Then:  FOREDRAFT_XLLAMA_PYTHON=DIR/bin/python FOREDRAFT_VLLM_PYTHON=DIR/bin/python python -m pytest -m server
+# Makes the environments of the runtimes that `foredraft verify` and the tests marked `server` use, one folder each:
+#   tools/runtimes.sh llama DIR       llama.cpp's server inside a wheel (CPU), 34 MB
+#   tools/runtimes.sh vllm DIR        vLLM for the CPU, about 3 GB with torch
+#   tools/runtimes.sh mlx DIR         MLX-LM for the CPU
+# Then name their interpreters:
+#   export FOREDRAFT_XLLAMA_PYTHON=DIR/bin/python FOREDRAFT_VLLM_PYTHON=DIR/bin/python FOREDRAFT_MLX_PYTHON=DIR/bin/python
 set -euo pipefail
-kind=${1:?llama or vllm}
+kind=${1:?llama, vllm or mlx}
 folder=${2:?the folder to make the environment in}
 python=${PYTHON:-python3}
 torch=${TORCH:-torch==2.13.0}
@@ -22,8 +24,11 @@ vllm)
   # Their builds for CUDA break transformers' imports beside a torch for the CPU.
   "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
   ;;
+mlx)
+  "${pip[@]}" "mlx[cpu]==0.32.4" mlx-lm==0.32.2
+  ;;
 *)
-  echo "tools/servers.sh: the kind is llama or vllm, not $kind" >&2
+  echo "tools/runtimes.sh: the kind is llama, vllm or mlx, not $kind" >&2
   exit 2
   ;;
 esac

@@ -1,0 +1,99 @@
+"""Verify exported drafts in the real runtimes and write the matrix: counts by position, text, runtime by drafter.
+
+    python benchmarks/export/run.py --target TARGET --prompts 6 --max-new-tokens 24 --out results \\
+        llama.cpp=exports/six-gguf transformers=exports/six vllm=exports/six vllm=prompt-lookup:max_match=3
+
+Interpreters of the runtimes come from FOREDRAFT_..._PYTHON (tools/runtimes.sh). The target's plain answers are decoded
+once for all runtimes. A pair whose result lies in --out is not run again.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft.models.target import LocalTarget, load_target
+from foredraft.settings import PromptSource
+from foredraft.trace.prompts import Prompt, read_prompts, render
+from foredraft.verification import verify as verifying
+from foredraft.verification.verify import VerifySettings
+
+_HEADER = (
+    "| runtime | draft | drafted | accepted | by position | expected by position | prompts with equal counts | "
+    "with equal text |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pairs", nargs="+", help="runtime=draft")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--longest-prompt", type=int, default=70, help="tokens")
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    parser.add_argument("--k", type=int, default=4)
+    chosen = parser.parse_args()
+    target = load_target(chosen.target, "float32")
+    prompts = spread(target, chosen.prompts, chosen.longest_prompt)
+    settings = VerifySettings(chosen.k, chosen.max_new_tokens, keep=chosen.out / "targets")
+    verifying._plain = remembered(verifying._plain)  # type: ignore[assignment]
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    print(_HEADER)
+    for pair in chosen.pairs:
+        runtime, _, draft = pair.partition("=")
+        file = chosen.out / f"{runtime}-{Path(draft).name}.json"
+        if not file.exists():
+            found = verifying.verify(draft, target, runtime, prompts, settings)
+            file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+        print(row(json.loads(file.read_text(encoding="utf-8")), draft), flush=True)
+
+
+def spread(target: LocalTarget, count: int, longest: int) -> list[Prompt]:
+    """Return short prompts of the package's own, one domain after the other."""
+    left = [
+        prompt
+        for prompt in read_prompts(PromptSource(file="shipped"))
+        if len(render(prompt, target.tokenizer)) <= longest
+    ]
+    chosen: list[Prompt] = []
+    while len(chosen) < count and left:
+        for domain in sorted({prompt.domain for prompt in left}):
+            chosen.append(next(prompt for prompt in left if prompt.domain == domain))
+            left.remove(chosen[-1])
+    return chosen[:count]
+
+
+def remembered(plain: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Decode each plain answer once."""
+
+    @cache
+    def answer(target: LocalTarget, ids: tuple[int, ...], longest: int, k: int) -> list[int]:
+        return plain(target, torch.tensor(ids), longest, k)
+
+    return lambda target, ids, longest, k: answer(target, tuple(ids.tolist()), longest, k)
+
+
+def row(found: dict[str, Any], draft: str) -> str:
+    counted, expected = found["counted"], found["expected"]
+    cells = [f"{found['runtime']} {found['version']}", Path(draft).name, _or_dash(counted["drafted"])]
+    cells += [str(counted["accepted"]), _positions(counted), _positions(expected)]
+    cells += [f"{found[name]} of {found['prompts']}" for name in ("same_counts", "same_text")]
+    return f"| {' | '.join(cells)} |"
+
+
+def _positions(counts: dict[str, Any]) -> str:
+    places: Sequence[int] | None = counts["accepted_by_position"]
+    return "-" if places is None else " ".join(map(str, places))
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()

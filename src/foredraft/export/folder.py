@@ -1,0 +1,95 @@
+"""A draft as a folder that transformers' loaders read, whole and opened again; runtimes that take folders share it."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from foredraft.checkpoint import DraftManifest, write_draft
+from foredraft.export.card import Use, model_card
+from foredraft.export.fit import FittedDraft, complete_config, name_old_tokenizer
+from foredraft.export.plan import RuntimePlan
+from foredraft.export.reopen import refuse_changed_step, refuse_changed_tensors, refuse_changed_tokenizer
+from foredraft.models.head import NO_IDS
+from foredraft.models.loading import without_bars
+from foredraft.models.target import LocalTarget
+
+TOKEN_MAP = "token_map.pt"
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+def write_folder(
+    fitted: FittedDraft,
+    target: LocalTarget,
+    plan: RuntimePlan,
+    use: Use,
+    settings: GenerationConfig,
+    out: Path,
+    with_token_map: bool = False,
+) -> DraftManifest:
+    """Write weights, the target's tokenizer files, a model card and the plan; open all of it again and compare.
+
+    The head is whole, whatever rows the draft computes here. The tokenizer's files are the target's own, byte for
+    byte; for a GGUF target, what its tokenizer saves, under a class name that old versions know.
+
+    Args:
+        settings: The draft's generation_config.json.
+        with_token_map: Whether the rows of a trimmed head are listed in a file of their own.
+
+    Raises:
+        OutputError: the folder exists, or the disk is full; nothing is left behind.
+        CheckpointError: what was written differs from what is in memory; nothing is left behind.
+    """
+    fitted.model.generation_config = settings
+    manifest = fitted.manifest
+    exported = replace(
+        manifest,
+        vocab_size=target.vocab_size,
+        options={**manifest.options, "head_rows": 0},
+        # What was measured with fewer rows, or under a law of the draft's own, does not hold in other runtimes.
+        measured={} if fitted.head_rows or "own_laws" in manifest.options else manifest.measured,
+    )
+
+    def fill(folder: Path) -> None:
+        with without_bars():
+            fitted.model.save_pretrained(folder)
+        complete_config(folder, fitted.model)
+        write_tokenizer(folder, target)
+        files = {"draft": ".", "card": "README.md"}
+        if with_token_map and fitted.head_rows:
+            write_token_map(folder / TOKEN_MAP, fitted.draft.head_token_ids)
+            files["token_map"] = TOKEN_MAP
+        card = model_card(manifest, target, use, plan.k, fitted.head_rows, fitted.changes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        plan.write(folder, target.name, exported.measured, fitted.changes, files)
+        refuse_changed_tensors(folder, fitted.model)
+        refuse_changed_tokenizer(folder, target)
+        refuse_changed_step(folder, replace(fitted.draft, head_token_ids=NO_IDS))
+
+    return write_draft(out, exported, fill)
+
+
+def plain_settings(target: LocalTarget) -> GenerationConfig:
+    """Return the generation settings of a draft: the target's special tokens, and nothing that changes a guess."""
+    stops = target.model.generation_config
+    return GenerationConfig(
+        bos_token_id=stops.bos_token_id, eos_token_id=stops.eos_token_id, pad_token_id=stops.pad_token_id
+    )
+
+
+def write_tokenizer(folder: Path, target: LocalTarget) -> None:
+    """Put the target's tokenizer files into a folder."""
+    if not target.path.is_dir() or target.path == Path():
+        target.tokenizer.save_pretrained(folder)
+        name_old_tokenizer(folder)
+        return
+    for name in {*_TOKENIZER_FILES, "tokenizer.json", *target.tokenizer.vocab_files_names.values()}:
+        if (target.path / name).is_file():
+            shutil.copyfile(target.path / name, folder / name)
+
+
+def write_token_map(path: Path, token_ids: torch.Tensor) -> None:
+    """Write the target's token of each kept head row, as SGLang reads it: a list, loadable with weights_only."""
+    torch.save(token_ids.tolist(), path)

@@ -1,0 +1,145 @@
+"""Starting a runtime in its own environment, and what it says."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from foredraft.core.errors import ServerError
+from foredraft.verification.counting import Counted
+from foredraft.verification.runtimes import Runtime
+
+_RUN = Path(__file__).parent / "workers" / "run.py"
+_LOG_LINES = 12
+# One thread that waits instead of spinning; no network; vLLM in the one process, with a small cache.
+_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and how many tokens its answer has."""
+
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a runtime is asked.
+
+    Attributes:
+        target, draft: Folders or GGUF files, whichever it reads; draft is empty for plain decoding and lookup.
+        k: Draft tokens of a block.
+        lookup: Options of prompt lookup; empty for a draft that is a model.
+    """
+
+    target: Path
+    draft: str
+    k: int
+    questions: tuple[Question, ...]
+    lookup: dict[str, int]
+    threads: int = 1
+
+    def to_json(self, speculate: bool) -> str:
+        longest = max(len(question.token_ids) + question.max_new_tokens for question in self.questions)
+        return json.dumps({
+            "target": str(self.target), "draft": self.draft, "k": self.k, "speculate": speculate,
+            "lookup": self.lookup, "threads": self.threads, "max_context": longest + 2 * self.k + 2,
+            "prompts": [
+                {"token_ids": question.token_ids, "max_new_tokens": question.max_new_tokens}
+                for question in self.questions
+            ],
+        })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of a runtime."""
+
+    token_ids: tuple[int, ...]
+    counted: Counted
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """All answers of one run of a runtime."""
+
+    version: str
+    replies: tuple[Reply, ...]
+
+
+def ask(runtime: Runtime, python: str, job: Job, speculate: bool, seconds: float) -> Replies:
+    """Answer the job's prompts in a process of its own.
+
+    Args:
+        speculate: With the draft, or plainly.
+        seconds: Longest that the whole run may take.
+
+    Raises:
+        ServerError: it did not come up, stopped, or took too long; the message ends with its log's last lines.
+    """
+    environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)}
+    environment.pop("PYTHONPATH", None)
+    command = [python, str(_RUN), runtime.worker]
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        try:
+            done = subprocess.run(
+                command, input=job.to_json(speculate), stdout=subprocess.PIPE, stderr=log, text=True,
+                timeout=seconds, env=environment, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(
+                f"{runtime.worker} did not answer within {seconds:.0f} s. Ask for fewer prompts or shorter answers, or "
+                f"give it more time. {_last_lines(log)}"
+            ) from error
+        except OSError as error:
+            raise ServerError(f"{python} cannot be started: {error.strerror}.") from error
+        return _read(runtime, done.stdout, len(job.questions), log)
+
+
+def _read(runtime: Runtime, text: str, wanted: int, log: IO[str]) -> Replies:
+    version, replies = "unknown", []
+    for line in _lines(text):
+        if "error" in line:
+            raise ServerError(f"{runtime.worker} failed: {line['error']} {_last_lines(log)}")
+        if "version" in line:
+            version = str(line["version"])
+        else:
+            replies.append(Reply(tuple(line["token_ids"]), _counted(line)))
+    if len(replies) < wanted:
+        raise ServerError(f"{runtime.worker} stopped after {len(replies)} of {wanted} answers. {_last_lines(log)}")
+    return Replies(version, tuple(replies))
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return  # cut off by the end of the process
+
+
+def _counted(line: dict[str, Any]) -> Counted:
+    by_position: Sequence[int] | None = line["by_position"]
+    return Counted(
+        line["blocks"], line["drafted"], line["accepted"], None if by_position is None else tuple(by_position)
+    )
+
+
+def _last_lines(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line.rstrip() for line in log.readlines() if line.strip()][-_LOG_LINES:]
+    return "Its log ends with:\n" + "\n".join(lines) if lines else "It logged nothing."

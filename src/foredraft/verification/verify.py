@@ -1,0 +1,272 @@
+"""Does a draft do in a runtime what it does here? The runtime answers prompts, and its counts and text are compared."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from foredraft.catalog import unknown_name_message
+from foredraft.core.errors import CapabilityError, ModelError, PromptError, UnknownNameError
+from foredraft.core.files import whole_file, whole_folder
+from foredraft.core.law import GREEDY
+from foredraft.core.options import read_options
+from foredraft.core.pair import PairFacts
+from foredraft.core.progress import SILENT, Progress
+from foredraft.core.protocols import Drafter
+from foredraft.core.runtimes import REFUSED, verdict
+from foredraft.decoding.speculative import Limits, plain_decode
+from foredraft.drafters import load_drafter
+from foredraft.export.folder import write_tokenizer
+from foredraft.export.gguf_file import write_gguf
+from foredraft.export.gguf_vocabulary import vocabulary_fields
+from foredraft.export.llamacpp import FILE as GGUF_FILE
+from foredraft.export.plan import PLAN, UNMEASURED_LENGTH
+from foredraft.models.causal_lm import CausalLMDrafter
+from foredraft.models.facts import read_side
+from foredraft.models.loading import without_bars
+from foredraft.models.target import LocalTarget
+from foredraft.trace.prompts import Prompt, render
+from foredraft.verification.child import Job, Question, Replies, Reply, ask
+from foredraft.verification.counting import Counting, literal_counts
+from foredraft.verification.findings import CheckedPrompt, Difference, Verification, first_difference
+from foredraft.verification.lookups import EarliestLookup
+from foredraft.verification.runtimes import RUNTIMES, Runtime
+
+_log = logging.getLogger(__name__)
+_LOOKUP = "prompt-lookup"
+_EXACT_FILE_TYPE = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """How much is asked, and of whom.
+
+    Attributes:
+        k: Draft tokens of a block; 0 takes the plan's beside the draft.
+        max_new_tokens: Tokens of each answer; fewer where the target's plain answer ends before.
+        python: Interpreter of the runtime's environment; empty takes the environment variable's.
+        seconds: Longest that one run of the runtime may take.
+        keep: Folder for the target in the runtime's form, found again the next time; None writes it anew.
+    """
+
+    k: int = 0
+    max_new_tokens: int = 32
+    python: str = ""
+    seconds: float = 1200.0
+    threads: int = 1
+    keep: Path | None = None
+
+
+def verify(
+    draft: str,
+    target: LocalTarget,
+    runtime: str,
+    prompts: Sequence[Prompt],
+    settings: VerifySettings = VerifySettings(),
+    progress: Progress = SILENT,
+) -> Verification:
+    """Decode prompts greedily in a runtime, plainly and with the draft, and compare with foredraft in float32.
+
+    Answers are as long as the target's plain ones, and end early enough before an end token that none is drafted
+    past it; so no runtime's rule for the end of an answer matters.
+
+    Args:
+        draft: An exported folder, a GGUF file, or `prompt-lookup:max_match=3`.
+        target: Loaded in float32.
+
+    Raises:
+        UnknownNameError: no such runtime.
+        MissingExtraError: its environment is not there; names the command that makes it.
+        CapabilityError: the runtime refuses the pair; names the rule.
+        PromptError: no prompt has an answer of some length.
+        ServerError: the runtime did not come up, or stopped; with the end of its log.
+    """
+    if runtime not in RUNTIMES:
+        raise UnknownNameError(unknown_name_message("runtime to verify in", runtime, RUNTIMES))
+    chosen = RUNTIMES[runtime]
+    python, lookup = chosen.python(settings.python), _lookup(draft, chosen)
+    source = "" if lookup else _source(draft, chosen)
+    if source:
+        _refuse_by_rule(runtime, target, source)
+    k = settings.k or _planned(draft)
+    drafter, counting = _drafter(target, source, lookup, chosen)
+    asked = [(prompt.id, render(prompt, target.tokenizer)) for prompt in prompts]
+    with (
+        progress.task(f"verify in {runtime}", 3.0, "runs") as task,
+        _target_for(chosen, target, settings.keep) as place,
+    ):
+        plain = [_plain(target, ids, settings.max_new_tokens, k) for _, ids in asked]
+        kept = [(name, ids, answer) for (name, ids), answer in zip(asked, plain, strict=True) if len(answer) > 1]
+        if not kept:
+            raise PromptError("The target answers all of these prompts with a word or two: give others.")
+        questions = tuple(Question(tuple(ids.tolist()), len(answer)) for _, ids, answer in kept)
+        job = Job(place, source, k, questions, lookup, settings.threads)
+        own = ask(chosen, python, job, False, settings.seconds)
+        task.advance()
+        drafted = ask(chosen, python, job, True, settings.seconds)
+        task.advance()
+        checked = tuple(
+            _checked(target, drafter, name, ids, answer, counting, k, one.token_ids, other)
+            for (name, ids, answer), one, other in zip(kept, own.replies, drafted.replies, strict=True)
+        )
+    warnings = _untested(runtime, chosen, drafted)
+    return Verification(runtime, drafted.version, draft, k, _is_exact(source), checked, warnings)
+
+
+def _checked(
+    target: LocalTarget,
+    drafter: Drafter,
+    name: str,
+    ids: Int[Tensor, " tokens"],
+    answer: list[int],
+    counting: Counting,
+    k: int,
+    own: Sequence[int],
+    drafted: Reply,
+) -> CheckedPrompt:
+    expected = literal_counts(target.session(), drafter, ids, answer[0], len(answer), k, counting)
+    return CheckedPrompt(
+        name,
+        drafted.counted,
+        expected,
+        _difference(target, ids, own, drafted.token_ids),
+        _difference(target, ids, answer, own),
+        _draft_gap(drafter, ids, answer),
+    )
+
+
+def _plain(target: LocalTarget, ids: Int[Tensor, " tokens"], max_new_tokens: int, k: int) -> list[int]:
+    """Return the target's plain answer, cut so far before an end token that no block reaches it."""
+    limits = Limits(max_new_tokens + k + 1, target.stop_ids, target.max_context)
+    found = plain_decode(target.session(), ids, GREEDY, limits, torch.Generator())
+    tokens = found.token_ids.tolist()
+    return tokens[: min(max_new_tokens, max(0, len(tokens) - k - 2 * (found.finish_reason == "stop")))]
+
+
+def _difference(
+    target: LocalTarget, ids: Int[Tensor, " tokens"], one: Sequence[int], other: Sequence[int]
+) -> Difference | None:
+    position = first_difference(one, other)
+    if position is None:
+        return None
+    text = torch.cat([ids, ids.new_tensor(list(one[:position]))])
+    best = target.session().logits(text, 1)[0].topk(2).values
+    return Difference(position, float(best[0] - best[1]))
+
+
+@torch.no_grad()
+def _draft_gap(drafter: Drafter, ids: Int[Tensor, " tokens"], answer: list[int]) -> float:
+    if not isinstance(drafter, CausalLMDrafter):
+        return math.inf
+    text = torch.cat([ids, ids.new_tensor(answer)])[None]
+    best = drafter.draft.model(text).logits[0, len(ids) - 1 : -1].float().topk(2).values
+    return float((best[:, 0] - best[:, 1]).min())
+
+
+def _refuse_by_rule(runtime: str, target: LocalTarget, source: str) -> None:
+    """Say before the runtime does why it does not take the pair."""
+    if not target.path.exists() or target.path == Path():
+        return
+    form = "gguf" if source.endswith(".gguf") else "folder"
+    one = read_side(str(target.path))
+    if (one.facts.form == "gguf") != (form == "gguf"):
+        return  # the target is written anew in the draft's form
+    found = verdict(runtime, PairFacts.of(one.facts, read_side(source).facts))
+    if found.outcome == REFUSED:
+        reasons = "; ".join(f"{finding.reason} {finding.fix}".strip() for finding in found.findings if finding.refuses)
+        raise CapabilityError(f"{runtime} does not take {source}: {reasons}")
+
+
+@contextmanager
+def _target_for(runtime: Runtime, target: LocalTarget, keep: Path | None) -> Iterator[Path]:
+    """Yield the target in the form that a runtime reads, in float32; what must be written goes to `keep`, or away."""
+    if runtime.form == "folder" and target.path.is_dir() and target.path != Path():
+        yield target.path
+        return
+    with TemporaryDirectory(prefix="foredraft-verify-") as passing:
+        name = f"target-{target.fingerprint}"
+        if runtime.form == "gguf":
+            path = (keep or Path(passing)) / f"{name}.gguf"
+            if not path.is_file():
+                with whole_file(path) as partial:
+                    write_gguf(target.model, partial, vocabulary_fields(target), target.name, default="f32")
+        else:
+            path = (keep or Path(passing)) / name
+            if not path.is_dir():
+                with whole_folder(path) as folder, without_bars():
+                    target.model.save_pretrained(folder)
+                    write_tokenizer(folder, target)
+        yield path
+
+
+def _source(draft: str, runtime: Runtime) -> str:
+    """Return the folder or file that the runtime loads."""
+    path = Path(draft)
+    if runtime.form == "gguf":
+        file = path if path.suffix == ".gguf" else path / GGUF_FILE
+        if not file.is_file():
+            raise ModelError(
+                f"{draft} holds no {GGUF_FILE}: write one with foredraft export DRAFT --target TARGET --runtime "
+                "llama.cpp:type=f32 --out FOLDER."
+            )
+        return str(file)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{draft} is no transformers folder: export the draft for this runtime first.")
+    return draft
+
+
+def _lookup(draft: str, runtime: Runtime) -> dict[str, int]:
+    """Return the options of prompt lookup; empty for a draft that is a model.
+
+    Raises:
+        CapabilityError: the runtime's own lookup is not one that foredraft follows.
+    """
+    if draft.partition(":")[0] != _LOOKUP:
+        return {}
+    if runtime.lookup is None:
+        raise CapabilityError(
+            f"The lookup of {runtime.worker.removeprefix('in_')} matches by rules that are not known here."
+        )
+    return {"max_match": 3, "min_match": 1} | read_options(draft, {"max_match": int, "min_match": int})
+
+
+def _drafter(target: LocalTarget, source: str, lookup: dict[str, int], runtime: Runtime) -> tuple[Drafter, Counting]:
+    """Return what guesses here as the runtime's drafter does there, and how the runtime counts it."""
+    if lookup and runtime.lookup is not None:
+        return EarliestLookup(target.vocab_size, lookup["max_match"], lookup["min_match"]), runtime.lookup
+    return load_drafter(source, target).bind(GREEDY), runtime.counting
+
+
+def _planned(draft: str) -> int:
+    file = (Path(draft).parent if draft.endswith(".gguf") else Path(draft)) / PLAN
+    if not file.is_file():
+        return UNMEASURED_LENGTH
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["num_draft_tokens"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} cannot be read ({error}): export the draft again, or give --k.") from error
+
+
+def _is_exact(source: str) -> bool:
+    """Return whether the runtime computes with the very weights that foredraft computes with, in float32."""
+    if not source:
+        return True
+    facts = read_side(source).facts
+    return not facts.quantization and (facts.form == "folder" or facts.dtype == _EXACT_FILE_TYPE)
+
+
+def _untested(runtime: str, chosen: Runtime, replies: Replies) -> tuple[str, ...]:
+    if any(replies.version.startswith(version) for version in chosen.tested):
+        return ()
+    return (
+        f"This is {runtime} {replies.version}; the worker was run with {', '.join(chosen.tested)} only: counts may "
+        "mean something else.",
+    )

@@ -1,0 +1,94 @@
+"""Drafts in the real runtimes: transformers in a process of its own; llama.cpp, vLLM, MLX-LM where installed.
+
+    tools/runtimes.sh llama DIR
+    FOREDRAFT_XLLAMA_PYTHON=DIR/bin/python python -m pytest -m server -n 1 tests/test_verification_runtimes.py
+
+The models are tiny: what is shown is that each runtime loads what is written and counts what foredraft counts.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from foredraft.core.errors import ServerError
+from foredraft.models.target import LocalTarget, load_target
+from foredraft.trace.prompts import Prompt
+from foredraft.verbs import export_draft
+from foredraft.verification.runtimes import RUNTIMES
+from foredraft.verification.verify import VerifySettings, verify
+from tests.servers import python_of
+from tests.test_export_gguf import save_named
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+TEXTS = ["a sea of oaks", "red owl", "0123", "the fog and the ink"]
+PROMPTS = [Prompt(f"p{i}", "none", ({"role": "user", "content": text},)) for i, text in enumerate(TEXTS)]
+SETTINGS = VerifySettings(max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LocalTarget:
+    folder = save_named(tmp_path_factory.mktemp("models") / "tiny-named", hidden=128)
+    return load_target(str(folder), "float32")
+
+
+@pytest.fixture(scope="module")
+def noisy(target: LocalTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with noise: about half of its guesses are accepted."""
+    folder = save_named(tmp_path_factory.mktemp("drafts") / "noisy", hidden=128)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for number, weight in enumerate(model.parameters()):
+            weight += 0.04 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    model.save_pretrained(folder)
+    return folder
+
+
+def export_for(runtime: str, draft: Path, target: LocalTarget, out: Path, kind: str = "f32") -> str:
+    export_draft(draft, target, f"llama.cpp:type={kind}" if runtime == "llama.cpp" else runtime, 4, out)
+    return str(out)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_runtime_counts_by_position_what_foredraft_counts(
+    runtime: str, noisy: Path, target: LocalTarget, tmp_path: Path
+) -> None:
+    if RUNTIMES[runtime].variable:
+        python_of(RUNTIMES[runtime].variable)
+    served = export_for(runtime, noisy, target, tmp_path / "served")
+    found = verify(served, target, runtime, PROMPTS, SETTINGS)
+    print(runtime, found.version, found.counted, found.expected, found.same_text)
+    assert found.faults == []
+    assert (found.same_counts, found.same_text) == (len(PROMPTS), len(PROMPTS))
+    assert 0 < found.counted.accepted < (found.expected.drafted or 0)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_llamacpp_loads_rounded_files_and_counts_within_the_interval(
+    kind: str, noisy: Path, target: LocalTarget, tmp_path: Path
+) -> None:
+    python_of(RUNTIMES["llama.cpp"].variable)
+    served = export_for("llama.cpp", noisy, target, tmp_path / "served", kind)
+    found = verify(served, target, "llama.cpp", PROMPTS, SETTINGS)
+    print(kind, found.counted, found.expected, found.interval)
+    assert not found.exact
+    assert found.faults == []
+
+
+@pytest.mark.parametrize("runtime", ["transformers", "vllm"])
+def test_the_runtimes_own_lookup_matches_as_foredraft_says(runtime: str, target: LocalTarget) -> None:
+    if RUNTIMES[runtime].variable:
+        python_of(RUNTIMES[runtime].variable)
+    found = verify("prompt-lookup:max_match=3", target, runtime, PROMPTS, SETTINGS)
+    print(runtime, found.counted, found.expected)
+    assert found.faults == []
+
+
+def test_a_file_that_llamacpp_cannot_load_ends_with_its_log(noisy: Path, target: LocalTarget, tmp_path: Path) -> None:
+    python_of(RUNTIMES["llama.cpp"].variable)
+    served = export_for("llama.cpp", noisy, target, tmp_path / "served")
+    file = Path(served) / "draft.gguf"
+    file.write_bytes(file.read_bytes().replace(b"blk.3.ffn_up.weight", b"blk.3.ffn_ab.weight"))
+    with pytest.raises(ServerError, match="in_llamacpp"):
+        verify(served, target, "llama.cpp", PROMPTS[:1], SETTINGS)
