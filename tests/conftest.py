@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from foredraft.models import reopened
 from tests.tiny import save_tiny
 
 torch.set_num_threads(1)
@@ -29,3 +30,10 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A one-layer Llama of the same vocabulary: an ordinary transformers folder, no foredraft.json."""
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny-draft", num_layers=1, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _reopened_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are opened again after each operation, but not in a process of its own, which takes seconds each time."""
+    if "new_process" not in request.keywords:
+        monkeypatch.setattr(reopened, "logits_in_new_process", reopened.logits_of)

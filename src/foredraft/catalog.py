@@ -69,6 +69,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     },
     "exporters": {
         "transformers": "foredraft.export.transformers:export_transformers",
+        "openvino": "foredraft.export.openvino:export_openvino",
         "llamacpp-lookup": "foredraft.ngram.exports:export_llamacpp_lookup",
         "sglang-ngram": "foredraft.ngram.exports:export_sglang_ngram",
     },

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from foredraft.checkpoint import DraftManifest
+from foredraft.compress.bnb import quantize_bnb
 from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench
@@ -33,6 +34,7 @@ from foredraft.models.calibration import calibration_batches
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers
+from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
 from foredraft.steps import PruneStep, QuantizeStep, SensitivitySettings
 from foredraft.trace.store import Trace, require_same
@@ -84,7 +86,7 @@ def prune_draft(
         )
     pruned = {"layers": kept, "widths": asdict(widths), "repairs": [repair.to_json() for repair in repairs]}
     manifest = replace(manifest, options={**manifest.options, "pruned": pruned})
-    return save_draft(Draft(model, rows), out, manifest, target.tokenizer)
+    return save_draft(Draft(model, rows), out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
@@ -146,6 +148,11 @@ def quantize_draft(
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "quantize", step)
     require_plain(draft)
+    if step.format != "compressed-tensors":
+        packed = quantize_bnb(source, draft, step.format)
+        sizes = [asdict(size) for size in unit_sizes(packed.model)]
+        manifest = replace(manifest, options={**manifest.options, "units": sizes})
+        return save_draft(packed, out, manifest, target.tokenizer, refuse_changed_logits)
     formats = unit_formats(
         draft.model, search_units(draft.model), step.bits, step.group, 8 if step.activation_bits == 8 else 16
     )
@@ -166,7 +173,7 @@ def quantize_draft(
     rounded = stored_as(quantize(draft, formats, rounder, progress), source, step.plain)
     sizes = [asdict(size) for size in unit_sizes(rounded.model)]
     manifest = replace(manifest, options={**manifest.options, "units": sizes})
-    return save_draft(rounded, out, manifest, target.tokenizer)
+    return save_draft(rounded, out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def draft_sensitivity(
@@ -231,6 +238,9 @@ def stored_as(draft: Draft, source: Path, plain: str = "keep") -> Draft:
     stated = json.loads((source / "config.json").read_text(encoding="utf-8"))
     stored = str(stated.get("dtype") or stated.get("torch_dtype") or "float32")
     if plain == "bfloat16" or stored == "bfloat16":
-        draft.model.to(torch.bfloat16)
+        # Not model.to: the rotary frequencies stay in float32, as they are when the folder is loaded.
+        for weight in draft.model.parameters():
+            if weight.is_floating_point():
+                weight.data = weight.data.to(torch.bfloat16)
         draft.model.config.dtype = torch.bfloat16
     return draft

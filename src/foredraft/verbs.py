@@ -111,8 +111,10 @@ def learns(step: Step) -> bool:
             return step.settings.method == "gptq"
         case "law":
             return step.settings.is_fitted
+        case "low_rank":
+            return step.settings.by == "inputs"
         case verb:
-            return verb in ("distill", "adapt", "meta")
+            return verb in ("distill", "adapt", "meta", "compress")
 
 
 def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:

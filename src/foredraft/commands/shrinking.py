@@ -28,6 +28,11 @@ OptionalTraces = Annotated[
     typer.Option("--trace", help="Training trace; can be repeated.", default_factory=list, show_default=False),
 ]
 
+Scored = Annotated[
+    list[Path],
+    typer.Option("--score", help="Trace that only scores what is written.", default_factory=list, show_default=False),
+]
+
 
 @app.command(
     epilog="""
@@ -98,6 +103,38 @@ def prune(
 
 @app.command(
     epilog="""
+Examples:
+
+    foredraft low-rank draft --target my-model --trace trace --set share=0.5 --out draft-thin
+
+    foredraft low-rank draft --target my-model --set units=layers.*.down --set rank=64 --set by=weights --out draft-thin
+"""
+)
+def low_rank(
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    traces: OptionalTraces,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+) -> None:
+    """Lower the rank of a draft's matrices; they are written as plain ones."""
+    from foredraft.compress_tables import rank_table
+    from foredraft.factoring import low_rank_draft
+    from foredraft.recipe import settings_from
+    from foredraft.steps import LowRankStep
+
+    step = settings_from(LowRankStep, overrides)
+    loaded = named_target(target, dtype, adapter)
+    manifest = low_rank_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    cuts = manifest.options["low_rank"]
+    print_figures(draft_figures(out, manifest) | {"matrices": cuts}, rank_table(cuts, str(out)), as_json)
+
+
+@app.command(
+    epilog="""
 Example:
 
     foredraft sensitivity draft --target my-model --trace trace --set probes=10
@@ -126,9 +163,11 @@ def sensitivity(
 
 @app.command(
     epilog="""
-Example:
+Examples:
 
     foredraft compress draft --target my-model --trace trace --set megabytes=40 --set hardware=desktop-cpu --out small
+
+    foredraft compress draft --target my-model --trace trace --score eval --set heal=20000 --set method=gptq --out small
 """
 )
 def compress(
@@ -137,17 +176,20 @@ def compress(
     traces: Traces,
     out: Out,
     overrides: Overrides,
+    scored: Scored,
     dtype: Dtype = "auto",
     adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
-    """Search bits, layers and draft length together for the largest predicted speedup within a budget."""
+    """Search bits, layers, widths, rows and draft length together for the largest predicted speedup in a budget."""
     from foredraft import searching
     from foredraft.compress_tables import front_table
     from foredraft.recipe import settings_from
-    from foredraft.steps import CompressSettings
+    from foredraft.steps import CompressStep
 
-    settings = settings_from(CompressSettings, overrides)
+    step = settings_from(CompressStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    found = searching.compress_draft(draft, loaded, opened_traces(traces), settings, out, progress_bars())
+    found = searching.compress_draft(
+        draft, loaded, opened_traces(traces), step, out, progress_bars(), opened_traces(scored)
+    )
     print_figures(found, front_table(found), as_json)
