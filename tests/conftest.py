@@ -6,12 +6,13 @@ from pathlib import Path
 # Processes that tests start find the package, installed or not.
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What was written is opened again after each operation, but not in a process of its own, which takes seconds each time.
+os.environ.setdefault("FOREDRAFT_REOPEN_HERE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
 
-from foredraft.models import reopened
 from tests.tiny import save_tiny
 
 torch.set_num_threads(1)
@@ -30,10 +31,3 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A one-layer Llama of the same vocabulary: an ordinary transformers folder, no foredraft.json."""
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny-draft", num_layers=1, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def _reopened_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are opened again after each operation, but not in a process of its own, which takes seconds each time."""
-    if "new_process" not in request.keywords:
-        monkeypatch.setattr(reopened, "logits_in_new_process", reopened.logits_of)

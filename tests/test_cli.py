@@ -14,8 +14,9 @@ from foredraft.cli import app, main
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 VERBS = [
-    "run", "collect", "init", "distill", "quantize", "prune", "low-rank", "build-ngram", "evaluate-acceptance", "select",
-    "export", "report", "generate", "check", "compare", "fit-law", "hardware", "counters", "plan", "sensitivity", "compress",
+    "run", "collect", "init", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
+    "report", "generate", "check", "compare", "fit-law", "hardware", "counters", "plan", "sensitivity", "compress",
+    "low-rank",
 ]  # fmt: skip
 RECIPE = """
 target: {{model: {target}}}

@@ -15,7 +15,7 @@ def drawn(seed: int, units: int = 5) -> dict[str, tuple[Option, ...]]:
     generator = torch.Generator().manual_seed(seed)
     loss = torch.rand(units, generator=generator).tolist()
     return {
-        f"u{unit}": (Option(WIDE, 410, 1.4 * one), Option(FOUR, 450, one), Option(EIGHT, 805, 0.02 * one))
+        f"u{unit}": (Option(WIDE, 410.0, 1.4 * one), Option(FOUR, 450.0, one), Option(EIGHT, 805.0, 0.02 * one))
         for unit, one in enumerate(loss)
     }
 
@@ -38,13 +38,13 @@ def test_budgets_at_the_ends() -> None:
     assert {option.weight_format for option in assign(options, 5 * 410.0).values()} == {WIDE}
     assert {option.weight_format for option in assign(options, 1e9).values()} == {EIGHT}
     with pytest.raises(ValueError, match="the smallest formats take 2050 bytes, more than 2000"):
-        assign(options, 2000)
+        assign(options, 2000.0)
 
 
 def test_bytes_that_buy_nothing_are_not_spent() -> None:
     """A larger format that loses as much is not taken, and one that loses more never."""
     options = {
-        "a": (Option(FOUR, 450, 0.1), Option(EIGHT, 805, 0.1)),
-        "b": (Option(FOUR, 450, 0.0), Option(EIGHT, 805, 0.2)),
+        "a": (Option(FOUR, 450.0, 0.1), Option(EIGHT, 805.0, 0.1)),
+        "b": (Option(FOUR, 450.0, 0.0), Option(EIGHT, 805.0, 0.2)),
     }
     assert {option.weight_format for option in assign(options, 1e9).values()} == {FOUR}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foredraft import searching
+from foredraft.checkpoint import read_manifest
 from foredraft.compress.choice import Choice, Cutters, cut_draft, formats_of, simulated
 from foredraft.compress.moves import Reach, Tries, moves
 from foredraft.compress.probe import Bench, measure
@@ -17,6 +18,7 @@ from foredraft.compress.quantize import quantize
 from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
 from foredraft.compress.units import search_units
 from foredraft.core.errors import OutputError, UserError
+from foredraft.core.progress import SILENT
 from foredraft.core.roofline import Machine
 from foredraft.distill.init.width import Importance, narrow_by
 from foredraft.distill.init.widths import Widths
@@ -25,8 +27,11 @@ from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.passes import pass_facts
 from foredraft.models.target import LocalTarget, load_target
+from foredraft.pool import _Run
+from foredraft.recipe import parse_recipe
 from foredraft.steps import CompressStep
 from foredraft.trace.store import Trace
+from foredraft.workspace import Workspace
 from tests.test_compress_gptq import answers
 from tests.test_compress_probe import bench, figures, made_trace
 from tests.tiny import save_tiny, tiny_model
@@ -197,6 +202,30 @@ def test_the_search_writes_what_it_chose_measured_again_and_goes_on_where_it_was
     monkeypatch.setattr(searching, "best_point", lambda *_: None)
     with pytest.raises(UserError, match=r"No draft within the limits was found: the smallest reads 0\.0 MB"):
         searching.compress_draft(source, target, [trace], step, tmp_path / "other")
+
+
+RECIPE = """
+target: {{model: {target}}}
+trace: {{prompts: [{{file: none.jsonl}}]}}
+candidates:
+  thin: [{{checkpoint: {draft}}}, {{low_rank: {{rank: 16, by: weights}}}}]
+  small: [{{from: thin}}, {{compress: {{tries: 1, chunk: 16, gradients: 1, answers: 2, share: 1.0, moves: [head],
+    num_draft_tokens: 2, heal: {{tokens: 40, batch_tokens: 20}}}}}}]
+"""
+
+
+def test_a_recipe_searches_and_cuts_ranks_as_steps_and_does_neither_twice(workshop: tuple, tmp_path: Path) -> None:
+    source, target, trace = workshop
+    recipe = parse_recipe(RECIPE.format(target=target.path, draft=source))
+    for expected in (2, 0):
+        workspace = Workspace.open(tmp_path / "run")
+        before = len(list((tmp_path / "run").rglob("foredraft.json")))
+        made = _Run(recipe, workspace, target, SILENT, False)._make("small", [trace])
+        assert len(list((tmp_path / "run").rglob("foredraft.json"))) - before == expected
+    steps = [next(iter(step)) for step in read_manifest(made.folder).steps]
+    assert steps == ["low_rank", "compress"]
+    stages = read_manifest(made.folder).options["search"]["stages"]
+    assert [stage["stage"] for stage in stages] == ["before the cut", "after it", "healed"]
 
 
 def stop(*_: object) -> Draft:

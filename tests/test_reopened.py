@@ -29,8 +29,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LocalTarge
 
 
 @pytest.mark.slow
-@pytest.mark.new_process
-def test_every_operation_is_reloaded_in_a_process_of_its_own(workshop: tuple, tmp_path: Path) -> None:
+def test_every_operation_is_reloaded_in_a_process_of_its_own(
+    workshop: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(reopened.HERE)
     source, target, trace = workshop
     plan = QuantizeStep(bits={"layers.0.*": 8, "layers.*": 4, "head": 4}, plain="bfloat16")
     compressing.quantize_draft(source, target, [trace], plan, tmp_path / "rounded")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 _MEGA = 1e6
@@ -48,10 +48,29 @@ def sensitivity_table(found: Mapping[str, Any], by: str) -> Group:
     for unit in sorted(measured, key=lambda unit: -unit["measured"]):
         table.add_row(unit["unit"], f"{unit[by]:.3g}", f"{unit['measured']:+.4f}")
     if not measured:
-        return Group(heat)
+        return Group(heat, *_smaller_parts(found))
     agreement = ", ".join(f"{name} {value:.2f}" for name, value in found["rank_correlation"].items())
     cost = f"A probe took {found['passes_per_probe']:.2f} passes on the mean."
-    return Group(heat, table, f"{cost} Rank correlation with what was measured: {agreement}.")
+    note = f"{cost} Rank correlation with what was measured: {agreement}."
+    return Group(heat, table, note, *_smaller_parts(found))
+
+
+def _smaller_parts(found: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what heads, channels and masks cost, as far as it was measured."""
+    shown: list[RenderableType] = []
+    if cut := [part for part in found["parts"] if part["measured"] is not None]:
+        table = Table(title="Cut alone", title_justify="left")
+        for column in ("part", "fisher", "tokens per call lost"):
+            table.add_column(column, justify="left" if column == "part" else "right")
+        for part in sorted(cut, key=lambda part: -part["measured"]):
+            table.add_row(part["part"], f"{part['fisher']:.3g}", f"{part['measured']:+.4f}")
+        shown += [table, f"Rank correlation of fisher with it: {found['parts_rank_correlation']:.2f}."]
+    for mask, tokens in found["masks"].items():
+        change = tokens - found["mean_tokens_per_call"]
+        shown.append(
+            f"Mask {mask}: {tokens:.3f} tokens per call, {change:+.3f}. For analysis: zeros make no step faster."
+        )
+    return shown
 
 
 def rank_table(cuts: Sequence[Mapping[str, Any]], title: str) -> Group:

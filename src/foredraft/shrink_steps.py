@@ -68,7 +68,7 @@ class QuantizeStep(Settings):
     plain: Literal["keep", "bfloat16"] = Field("keep", description="How weights that are not rounded are stored.")
     format: Literal["compressed-tensors", "nf4", "llm-int8"] = Field(
         "compressed-tensors",
-        description="nf4 and llm-int8 are those of bitsandbytes: the whole body, for this process and no other runtime.",
+        description="nf4 and llm-int8 are those of bitsandbytes: the whole body, for this process only.",
     )
 
     @model_validator(mode="after")
@@ -87,6 +87,11 @@ class SensitivitySettings(Settings):
     answers: int = Field(16, ge=1, description="Answers of the trace that are read.")
     probes: int = Field(20, ge=0, description="Units, those that rank highest, whose loss of acceptance is measured.")
     by: Literal["fisher", "grad_over_weight", "first_order"] = Field("fisher", description="What ranks the units.")
+    channels: int = Field(64, ge=1, description="Feed-forward channels that are ranked, and cut, together.")
+    parts: int = Field(0, ge=0, description="Groups of heads and channels, those that rank highest, cut one at a time.")
+    masks: list[str] = Field(
+        [], description="Masks of single weights to measure, for analysis: 2:4 keeps 2 of each 4, 0.5 cuts half."
+    )
     num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which tokens per call count.")
 
 

@@ -137,7 +137,7 @@ def low_rank(
     epilog="""
 Example:
 
-    foredraft sensitivity draft --target my-model --trace trace --set probes=10
+    foredraft sensitivity draft --target my-model --trace trace --set probes=10 --set parts=20 --set 'masks=["2:4"]'
 """
 )
 def sensitivity(
@@ -150,14 +150,14 @@ def sensitivity(
     as_json: Json = False,
 ) -> None:
     """Show how much of a draft's acceptance hangs on each of its parts."""
-    from foredraft import compressing
     from foredraft.compress_tables import sensitivity_table
     from foredraft.recipe import settings_from
+    from foredraft.sensing import draft_sensitivity
     from foredraft.steps import SensitivitySettings
 
     settings = settings_from(SensitivitySettings, overrides)
     loaded = named_target(target, dtype, adapter)
-    found = compressing.draft_sensitivity(draft, loaded, opened_traces(traces), settings, progress_bars())
+    found = draft_sensitivity(draft, loaded, opened_traces(traces), settings, progress_bars())
     print_figures(found, sensitivity_table(found, settings.by), as_json)
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.choice import swapped_weights
+from foredraft.compress.parts import GateFisher
 from foredraft.compress.probe import Bench, Probe
 from foredraft.compress.quantize import Rounder, round_to_nearest
 from foredraft.compress.rounding import product
@@ -63,6 +64,7 @@ def sensitivities(
     weight_format: WeightFormat,
     rounder: Rounder = round_to_nearest,
     progress: Progress = SILENT,
+    gates: GateFisher | None = None,
 ) -> list[Sensitivity]:
     """Return the figures of every unit but the embedding, which is not rounded, from one backward pass over answers.
 
@@ -72,6 +74,7 @@ def sensitivities(
         draft: Not quantized; float32. Left as it was.
         answers: Of the target, none of them empty.
         weight_format: What units are rounded to, for the figures that know it.
+        gates: Sums what it needs from the same gradients.
 
     Raises:
         UserError: there are no answers, or a unit that no answer reaches.
@@ -80,15 +83,19 @@ def sensitivities(
         raise UserError("Sensitivity is measured on answers of the target, and none was given: collect a trace.")
     units = [unit for unit in search_units(draft.model) if unit.name != EMBEDDING]
     try:
-        return _measured(draft, answers, units, weight_format, rounder, progress)
+        return _measured(draft, answers, units, weight_format, rounder, progress, gates)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
     _log.warning("The gradients of all layers do not fit into memory: they are taken layer by layer, a pass for each.")
+    if gates is not None:
+        gates.start_over()
     layers = sorted({unit.layer for unit in units})
     parts = [[unit for unit in units if unit.layer == layer] for layer in layers]
     found = {
-        one.unit: one for part in parts for one in _measured(draft, answers, part, weight_format, rounder, progress)
+        one.unit: one
+        for part in parts
+        for one in _measured(draft, answers, part, weight_format, rounder, progress, gates)
     }
     return [found[unit.name] for unit in units]
 
@@ -158,6 +165,7 @@ def _measured(
     weight_format: WeightFormat,
     rounder: Rounder,
     progress: Progress,
+    gates: GateFisher | None,
 ) -> list[Sensitivity]:
     """Return the figures of some units from one backward pass over answers."""
     model = draft.model
@@ -181,6 +189,8 @@ def _measured(
                     raise UserError(f"{module} has no gradient: the draft does not use it.")
                 sums[module] += gradient
                 fisher[module] += float((gradient * errors[module]).square().sum())
+            if gates is not None:
+                gates.add(weights)
             model.zero_grad(set_to_none=True)
     finally:
         model.zero_grad(set_to_none=True)
