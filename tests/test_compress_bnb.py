@@ -43,11 +43,17 @@ def test_a_draft_is_saved_after_a_pass_and_reloads_as_it_was(kind: str, tmp_path
     manifest = compressing.quantize_draft(tmp_path / "draft", target, [], QuantizeStep(format=kind), tmp_path / "out")
     assert {unit["format"] for unit in manifest.options["units"]} == {kind, "float32"}
     before, after = logits_of(tmp_path / "draft", TOKENS), logits_of(tmp_path / "out", TOKENS)
-    assert 0.0 < float((before - after).abs().max()) < 0.5 * float(before.abs().max())
+    assert not torch.equal(before, after)
+    assert float(torch.corrcoef(torch.stack([before.flatten(), after.flatten()]))[0, 1]) > 0.8
     again = load_draft(tmp_path / "out", "float32")
     with torch.no_grad():
         again.model(TOKENS)
-    save_draft(again, tmp_path / "again", blank_manifest(target, "causal-lm"), target.tokenizer, refuse_changed_logits)
+    facts = (blank_manifest(target, "causal-lm"), target.tokenizer, refuse_changed_logits)
+    if kind == "llm-int8":
+        with pytest.raises(ModelError, match=r"go on from the draft that they were made from"):
+            save_draft(again, tmp_path / "again", *facts)
+        return
+    save_draft(again, tmp_path / "again", *facts)
     assert torch.allclose(logits_of(tmp_path / "again", TOKENS), after, atol=1e-4)
     with pytest.raises(ModelError, match="quantized already"):
         compressing.quantize_draft(tmp_path / "out", target, [], QuantizeStep(), tmp_path / "other")

@@ -73,12 +73,12 @@ def finish(
     size = step_facts(plain, formats).weight_bytes
     rounder: Rounder = GptqRounder(plain.model, answers) if formats and step.method == "gptq" else round_to_nearest
     cut = _rounded(plain, formats, rounder, job.source, progress)
-    seen.append(("after it", _measured(cut, job.bench), size))
+    seen.append(("after it", measure_stored(cut, job.bench), size))
     if step.heal.tokens:
         if formats and step.method == "gptq":
             rounder = GptqRounder(plain.model, answers)
         cut = healed(plain, formats, rounder, step.heal, job, progress)
-        seen.append(("healed", _measured(cut, job.bench), size))
+        seen.append(("healed", measure_stored(cut, job.bench), size))
     return cut, [_stage(name, report, seen[0][1], size, job.k) for name, report, size in seen]
 
 
@@ -104,15 +104,7 @@ def healed(
     return _rounded(learnt, formats, as_trained, job.source, progress)
 
 
-def _rounded(
-    plain: Draft, formats: Mapping[str, WeightFormat], rounder: Rounder, source: Path, progress: Progress
-) -> Draft:
-    """Return a draft as it is stored: rounded if any unit is; the rest in bfloat16, as it counts."""
-    rounded = quantize(plain, formats, rounder, progress) if formats else plain
-    return stored_as(Draft(copy.deepcopy(rounded.model), plain.head_token_ids), source, "bfloat16")
-
-
-def _measured(draft: Draft, bench: Bench) -> AcceptanceReport:
+def measure_stored(draft: Draft, bench: Bench) -> AcceptanceReport:
     """Return the report of a stored draft, computed in float32 as everything here is."""
     kept = {weight: weight.data for weight in draft.model.parameters() if weight.dtype == torch.bfloat16}
     try:
@@ -122,6 +114,14 @@ def _measured(draft: Draft, bench: Bench) -> AcceptanceReport:
     finally:
         for weight, data in kept.items():
             weight.data = data
+
+
+def _rounded(
+    plain: Draft, formats: Mapping[str, WeightFormat], rounder: Rounder, source: Path, progress: Progress
+) -> Draft:
+    """Return a draft as it is stored: rounded if any unit is; the rest in bfloat16, as it counts."""
+    rounded = quantize(plain, formats, rounder, progress) if formats else plain
+    return stored_as(Draft(copy.deepcopy(rounded.model), plain.head_token_ids), source, "bfloat16")
 
 
 def _stage(name: str, report: AcceptanceReport, before: AcceptanceReport, size: float, k: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class Option:
 def assign(options: Mapping[str, tuple[Option, ...]], budget: float) -> dict[str, Option]:
     """Return an option for each unit with the least sum of losses that was found within a budget of bytes.
 
-    The price of a byte is bisected, each unit taking its best option at that price; what is left is spent on the
-    changes that gain most for each byte.
+    The price of a byte is bisected, each unit taking its best option at that price; then one or two units are changed
+    at a time while that helps.
 
     Raises:
         ValueError: the smallest options together are above the budget.
@@ -46,7 +46,7 @@ def assign(options: Mapping[str, tuple[Option, ...]], budget: float) -> dict[str
             chosen, high = found, middle
         else:
             low = middle
-    return _filled(options, dict(chosen), budget)
+    return _improved(options, dict(chosen), budget)
 
 
 def _at_price(options: Mapping[str, tuple[Option, ...]], price: float) -> dict[str, Option]:
@@ -55,19 +55,28 @@ def _at_price(options: Mapping[str, tuple[Option, ...]], price: float) -> dict[s
     }
 
 
-def _filled(options: Mapping[str, tuple[Option, ...]], chosen: dict[str, Option], budget: float) -> dict[str, Option]:
+def _improved(options: Mapping[str, tuple[Option, ...]], chosen: dict[str, Option], budget: float) -> dict[str, Option]:
+    """Return what is left when no change of one unit, or of two together, loses less within the budget."""
     while True:
         room = budget - _bytes(chosen)
-        better = [
-            ((chosen[unit].loss - one.loss) / max(one.bytes - chosen[unit].bytes, 1e-9), unit, number)
+        changes = [
+            (one.loss - chosen[unit].loss, one.bytes - chosen[unit].bytes, unit, one)
             for unit, some in options.items()
-            for number, one in enumerate(some)
-            if one.loss < chosen[unit].loss and one.bytes - chosen[unit].bytes <= room
+            for one in some
         ]
-        if not better:
+        gains = [change for change in changes if change[0] < 0]
+        # A change to the option that stands already costs nothing, so that pairs hold single changes too.
+        pairs = (
+            (first, second)
+            for first in gains
+            for second in changes
+            if first[2] != second[2] and first[1] + second[1] <= room and first[0] + second[0] < -1e-12
+        )
+        best = min(pairs, key=lambda pair: pair[0][0] + pair[1][0], default=None)
+        if best is None:
             return chosen
-        _, unit, number = max(better)
-        chosen[unit] = options[unit][number]
+        for _, _, unit, option in best:
+            chosen[unit] = option
 
 
 def _bytes(chosen: Mapping[str, Option]) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.checkpoint import DraftManifest, write_draft
-from foredraft.core.errors import CheckpointError
+from foredraft.core.errors import CheckpointError, ModelError
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import load_model, without_bars
 
@@ -67,8 +67,14 @@ def load_draft(path: Path, dtype: str = "auto") -> Draft:
 
 
 def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> None:
-    with without_bars():
-        draft.model.save_pretrained(folder)
+    try:
+        with without_bars():
+            draft.model.save_pretrained(folder)
+    except NotImplementedError as error:
+        raise ModelError(
+            "transformers does not write weights of this format that it has read, as those of LLM.int8: go on from the "
+            "draft that they were made from."
+        ) from error
     tokenizer.save_pretrained(folder)
     if len(draft.head_token_ids):
         save_file({"head_token_ids": draft.head_token_ids.contiguous()}, folder / HEAD_FILE)
