@@ -38,9 +38,9 @@ def module_types(model: PreTrainedModel, given: Mapping[str, str]) -> dict[str, 
             raise RecipeError(f"{pattern}: {kind!r} is no GGUF type, such as f16, q8_0, q4_0, q4_k or q6_k.")
     found, used = {}, set()
     for module, unit in _units(model).items():
-        pattern = next((one for one in given if fnmatchcase(unit, one)), None)
-        used.add(pattern)
-        found[module] = stored_type(model.get_submodule(module)) if pattern is None else given[pattern].lower()
+        matching = [pattern for pattern in given if fnmatchcase(unit, pattern)][:1]
+        used.update(matching)
+        found[module] = given[matching[0]].lower() if matching else stored_type(model.get_submodule(module))
         _refuse_odd_rows(unit, found[module], _inputs(model.get_submodule(module)))
     unused = [pattern for pattern in given if pattern not in used]
     if unused:
@@ -84,10 +84,10 @@ def _blocks(
     halves = scales.astype(np.float16)
     if integers.shape[1] % _BLOCK or not np.array_equal(halves.astype(np.float32), scales):
         return None  # A scale beyond the range of float16.
-    grouped = (integers.reshape(len(integers), -1, _BLOCK).astype(np.int16) + _ZERO[kind]).astype(np.uint8)
-    if kind == "q4_0":
-        grouped = grouped[..., : _BLOCK // 2] | (grouped[..., _BLOCK // 2 :] << 4)
-    return np.concatenate([halves[..., None].view(np.uint8), grouped], axis=-1).reshape(len(integers), -1)
+    held = (integers.reshape(len(integers), -1, _BLOCK).astype(np.int16) + _ZERO[kind]).astype(np.uint8)
+    low, high = held[..., : _BLOCK // 2], held[..., _BLOCK // 2 :]
+    parts = [low | (high << 4)] if kind == "q4_0" else [low, high]
+    return np.concatenate([halves[..., None].view(np.uint8), *parts], axis=-1).reshape(len(integers), -1)
 
 
 def _units(model: PreTrainedModel) -> dict[str, str]:
