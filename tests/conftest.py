@@ -6,6 +6,8 @@ from pathlib import Path
 # Processes that tests start find the package, installed or not.
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What was written is opened again after each operation, but not in a process of its own, which takes seconds each time.
+os.environ.setdefault("FOREDRAFT_REOPEN_HERE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

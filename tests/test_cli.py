@@ -16,6 +16,7 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 VERBS = [
     "run", "collect", "init", "distill", "quantize", "prune", "build-ngram", "evaluate-acceptance", "select", "export",
     "report", "generate", "check", "compare", "fit-law", "hardware", "counters", "plan", "sensitivity", "compress",
+    "low-rank",
 ]  # fmt: skip
 RECIPE = """
 target: {{model: {target}}}
@@ -178,6 +179,7 @@ def test_the_verbs_work_alone_on_files_the_user_names(
         ("distill", *common, "--trace", trace, "--layers", "first-3", *short, "--out", tmp_path / "d"),
         ("prune", tmp_path / "d", *common, "--trace", trace, "--out", tmp_path / "p"),
         ("quantize", tmp_path / "d", *common, "--out", tmp_path / "q"),
+        ("low-rank", tmp_path / "d", *common, "--set", "by=weights", "--set", "rank=4", "--out", tmp_path / "r"),
         ("sensitivity", tmp_path / "d", *common, "--trace", trace, "--set", "answers=2", "--set", "probes=0"),
         ("build-ngram", *common, "--trace", trace, "--out", tmp_path / "n"),
         ("fit-law", tmp_path / "d", *common, "--set", "temperature=0.5", "--out", tmp_path / "l"),

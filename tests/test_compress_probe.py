@@ -20,6 +20,7 @@ from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers, layer_stack
 from foredraft.models.target import load_target
+from foredraft.sensing import draft_sensitivity
 from foredraft.steps import PruneStep, SensitivitySettings
 from foredraft.trace.store import Trace
 from tests.tiny import save_tiny, tiny_model
@@ -150,11 +151,11 @@ def test_units_are_ranked_and_probed_at_any_draft_length(workshop: tuple) -> Non
     """8 bits have no group, so that one that divides nothing does not matter."""
     source, target, trace = workshop
     settings = SensitivitySettings(bits=8, group=48, probes=2, answers=3, num_draft_tokens=12)
-    found = compressing.draft_sensitivity(source, target, [trace], settings)
+    found = draft_sensitivity(source, target, [trace], settings)
     assert (found["format"], found["probes"]) == ("int8", 2)
     assert len([unit for unit in found["units"] if unit["measured"] is not None]) == 2
     with pytest.raises(RecipeError, match="48 does not divide the 32 inputs"):
-        compressing.draft_sensitivity(source, target, [trace], SensitivitySettings(group=48))
+        draft_sensitivity(source, target, [trace], SensitivitySettings(group=48))
 
 
 def test_widths_alone_cut_no_layer_and_are_rounded_for_a_runtime(

@@ -4,27 +4,49 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from foredraft import searching
-from foredraft.compress.probe import measure
+from foredraft.checkpoint import read_manifest
+from foredraft.compress.choice import Choice, Cutters, cut_draft, formats_of, simulated
+from foredraft.compress.moves import Reach, Tries, moves
+from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import quantize
-from foredraft.compress.search import Choice, Clock, Limits, Point, best_point, formats_of, pareto_front, search
+from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
+from foredraft.compress.units import search_units
 from foredraft.core.errors import OutputError, UserError
+from foredraft.core.progress import SILENT
 from foredraft.core.roofline import Machine
+from foredraft.distill.init.width import Importance, narrow_by
+from foredraft.distill.init.widths import Widths
 from foredraft.lineage import blank_manifest
+from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
-from foredraft.models.layers import keep_layers
 from foredraft.models.passes import pass_facts
-from foredraft.models.target import load_target
-from foredraft.steps import CompressSettings
-from tests.test_compress_probe import bench, made_trace
+from foredraft.models.target import LocalTarget, load_target
+from foredraft.pool import _Run
+from foredraft.recipe import parse_recipe
+from foredraft.steps import CompressStep
+from foredraft.trace.store import Trace
+from foredraft.workspace import Workspace
+from tests.test_compress_gptq import answers
+from tests.test_compress_probe import bench, figures, made_trace
 from tests.tiny import save_tiny, tiny_model
 
 SLOW_MEMORY = Machine(1e6, 1e6, {"bfloat16": 1e12, "float32": 1e12}, 1e9, 10.0, 1.0, 0.0, 0.0)
-LIMITS = Limits(tries=1, chunk=4)
+LIMITS = Limits(share=0.5)
+REACH = Reach(tries=1, chunk=4)
+
+
+def cutters(draft: Draft) -> Cutters:
+    importance = Importance(draft.model, calibration_batches(answers()))
+    return Cutters(
+        lambda model, layers, ffn: narrow_by(model, Widths(ffn=ffn), importance.of_layers(layers)).model,
+        lambda rows: torch.arange(rows),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +54,46 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Draft, object, obje
     trace = made_trace(tmp_path_factory.mktemp("search") / "trace")
     on, draft = bench(trace), Draft(tiny_model(num_layers=4))
     target = replace(pass_facts(draft.model), weight_bytes=1e6)
-    return draft, on, target, search(draft, on, [on.rows[0].answer()], Clock(target, SLOW_MEMORY), LIMITS)
+    clock = Clock(target, SLOW_MEMORY)
+    return draft, on, target, search(draft, on, [on.rows[0].answer()], clock, LIMITS, REACH, cutters(draft))
 
 
-def test_each_step_raises_the_predicted_speedup_and_lowers_the_bytes(found: tuple) -> None:
+def test_each_step_lowers_the_bytes_and_few_are_taken_that_bring_nothing(found: tuple) -> None:
     points = found[3]
-    assert len(points) > 2
-    speedups = [point.predicted_speedup for point in points]
-    assert speedups == sorted(speedups)
+    best = points.index(best_point(points, LIMITS))
+    assert best > 2
     assert all(after.bytes < before.bytes for before, after in pairwise(points))
+    assert len(points) - 1 - best <= LIMITS.lookahead + 1
+
+
+@pytest.mark.parametrize("at", [Choice((0, 1, 2, 3)), Choice((0, 2, 3), {"layers.2.o": 4}, ffn=32, rows=136)])
+def test_a_try_gives_the_figures_of_a_whole_pass_for_less(found: tuple, at: Choice) -> None:
+    """From kept states, in place, as from the changed draft made anew."""
+    draft, on, _, _ = found
+    made = cutters(draft)
+    tries, fisher = Tries(draft, at, on, made, 32), {unit.name: 1.0 for unit in search_units(draft.model)}
+    some = list(moves(draft, at, fisher, Reach(tries=2, chunk=3)))
+    assert len(some) >= 6
+    for move in some:
+        plain = cut_draft(draft, move.choice, made)
+        whole = measure(simulated(plain, formats_of(draft, move.choice, 32)), on)
+        assert figures(tries.report(move.choice)) == pytest.approx(figures(whole), abs=1e-6), move.name
+    assert figures(tries.report(at)) == pytest.approx(figures(tries.baseline), abs=1e-6)
+    assert 0.0 < tries.passes < len(some)
+
+
+def test_a_try_costs_a_share_of_a_pass(found: tuple) -> None:
+    spent = sum(point.passes for point in found[3]) / sum(point.tries for point in found[3])
+    assert 0.0 < spent <= LIMITS.share
 
 
 def test_what_was_measured_is_what_the_written_draft_gives(found: tuple) -> None:
     """The search rounds in place; what is stored are integers. 8-bit layers read bfloat16, hence the slack."""
     draft, on, _, points = found
     last = points[-1]
-    model = keep_layers(draft.model, last.choice.layers)
+    plain = cut_draft(draft, last.choice, cutters(draft))
     formats = formats_of(draft, last.choice, 32)
-    written = quantize(Draft(model), formats) if formats else Draft(model)
+    written = quantize(plain, formats) if formats else plain
     report = measure(written, on)
     assert report.expected_acceptance == pytest.approx(last.acceptance, abs=5e-3)
     assert report.mean_tokens_per_call(last.k) == pytest.approx(last.mean_tokens_per_call, abs=2e-2)
@@ -61,7 +105,8 @@ def _bytes_read(draft: Draft) -> float:
     total = 0.0
     for name, weight in draft.model.state_dict().items():
         if not ("norm" in name or name.endswith("weight_shape") or "embed" in name):
-            total += weight.numel() * min(weight.element_size(), 4 if weight.dtype == torch.int32 else 2)
+            share = len(draft.head_token_ids) / 272 or 1.0 if "head" in name else 1.0
+            total += share * weight.numel() * min(weight.element_size(), 4 if weight.dtype == torch.int32 else 2)
     return total
 
 
@@ -71,7 +116,7 @@ def test_a_limit_is_met_even_where_fewer_bits_bring_no_speed(found: tuple) -> No
     tight = replace(LIMITS, bytes=points[0].bytes * 0.6)
     # Memory without end and slow arithmetic: fewer bits bring nothing.
     idle = Machine(1e18, 1e18, {"bfloat16": 1e6, "float32": 1e6}, 1e9, 10.0, 1.0, 0.0, 0.0)
-    forced = search(draft, on, [on.rows[0].answer()], Clock(target, idle), tight)
+    forced = search(draft, on, [on.rows[0].answer()], Clock(target, idle), tight, REACH, cutters(draft))
     assert tight.meets(forced[-1])
     assert not tight.meets(forced[0])
     within = [point.predicted_speedup for point in forced if tight.meets(point)]
@@ -88,6 +133,8 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_end(found: tuple) -> None
         [on.rows[0].answer()],
         Clock(target, SLOW_MEMORY),
         LIMITS,
+        REACH,
+        cutters(draft),
         done=[Point.from_json(point.to_json()) for point in points[:-1]],
         on_point=lambda seen: told.append(len(seen)),
     )
@@ -111,34 +158,74 @@ def test_names_follow_the_layers_that_stay() -> None:
     assert {name: chosen.bits for name, chosen in found.items()} == {"layers.1.o": 4, "layers.2.down": 8, "head": 4}
 
 
-@pytest.mark.slow
-def test_the_command_writes_what_it_chose_and_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LocalTarget, Trace]:
+    root = tmp_path_factory.mktemp("search")
+    target = load_target(str(save_tiny(root / "target")), "float32")
+    save_draft(Draft(tiny_model()), root / "draft", blank_manifest(target, "causal-lm"), target.tokenizer)
+    trace = made_trace(
+        root / "trace",
+        tokenizer_fingerprint=target.tokenizer_fingerprint,
+        target_fingerprint=target.fingerprint,
+    )
+    return root / "draft", target, trace
+
+
+SMALL = {"tries": 1, "chunk": 16, "gradients": 1, "answers": 4, "num_draft_tokens": 2, "share": 0.5}
+
+
+def test_the_search_writes_what_it_chose_measured_again_and_goes_on_where_it_was(
+    workshop: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target")), "float32")
-    save_draft(Draft(tiny_model()), tmp_path / "draft", blank_manifest(target, "causal-lm"), target.tokenizer)
-    trace = made_trace(tmp_path / "trace", tokenizer_fingerprint=target.tokenizer_fingerprint)
-    settings = CompressSettings(tries=1, chunk=16, gradients=1, answers=4, num_draft_tokens=2, megabytes=0.045)
-    monkeypatch.setattr(searching, "_made", stop)
-    with pytest.raises(KeyboardInterrupt):
-        searching.compress_draft(tmp_path / "draft", target, [trace], settings, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    monkeypatch.undo()
+    source, target, trace = workshop
+    step, out = CompressStep(**SMALL, megabytes=0.03, moves=["bits", "head"]), tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(searching, "finish", stop)
+        searching.compress_draft(source, target, [trace], step, out)
+    assert not out.exists()
     kept = json.loads((tmp_path / ".out.search.json").read_text())["points"]
-    found = searching.compress_draft(tmp_path / "draft", target, [trace], settings, tmp_path / "out")
+    found = searching.compress_draft(source, target, [trace], step, out, scored=[trace])
     assert found["points"] == kept
     assert not (tmp_path / ".out.search.json").exists()
     chosen = found["points"][found["chosen"]]
-    assert chosen["bytes"] <= 45_000 < found["points"][0]["bytes"]
-    written = load_draft(tmp_path / "out", "float32")
-    report = measure(written, bench(trace))
-    assert written.model.config.num_hidden_layers == len(chosen["layers"])
-    assert report.tokens > 0
+    assert chosen["bytes"] <= 30_000 < found["points"][0]["bytes"]
+    drawn = ElementTree.parse(out / searching.PLOT).getroot()
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == len(kept)
+    on = Bench.of(list(trace.rows(tops=False)), trace.info.law, trace.info.vocab_size, (1, 2))
+    written = measure(load_draft(out, "float32"), on)
+    before, after = found["stages"]
+    assert (before["stage"], after["stage"]) == ("before the cut", "after it")
+    assert after["expected_acceptance"] == pytest.approx(written.expected_acceptance, abs=1e-6)
+    assert after["acceptance_change"][0] == pytest.approx(after["expected_acceptance"] - before["expected_acceptance"])
     with pytest.raises(OutputError, match="exists already"):
-        searching.compress_draft(tmp_path / "draft", target, [trace], settings, tmp_path / "out")
+        searching.compress_draft(source, target, [trace], step, out)
     monkeypatch.setattr(searching, "best_point", lambda *_: None)
     with pytest.raises(UserError, match=r"No draft within the limits was found: the smallest reads 0\.0 MB"):
-        searching.compress_draft(tmp_path / "draft", target, [trace], settings, tmp_path / "other")
+        searching.compress_draft(source, target, [trace], step, tmp_path / "other")
+
+
+RECIPE = """
+target: {{model: {target}}}
+trace: {{prompts: [{{file: none.jsonl}}]}}
+candidates:
+  thin: [{{checkpoint: {draft}}}, {{low_rank: {{rank: 16, by: weights}}}}]
+  small: [{{from: thin}}, {{compress: {{tries: 1, chunk: 16, gradients: 1, answers: 2, share: 1.0, moves: [head],
+    num_draft_tokens: 2, heal: {{tokens: 40, batch_tokens: 20}}}}}}]
+"""
+
+
+def test_a_recipe_searches_and_cuts_ranks_as_steps_and_does_neither_twice(workshop: tuple, tmp_path: Path) -> None:
+    source, target, trace = workshop
+    recipe = parse_recipe(RECIPE.format(target=target.path, draft=source))
+    for expected in (2, 0):
+        workspace = Workspace.open(tmp_path / "run")
+        before = len(list((tmp_path / "run").rglob("foredraft.json")))
+        made = _Run(recipe, workspace, target, SILENT, False)._make("small", [trace])
+        assert len(list((tmp_path / "run").rglob("foredraft.json"))) - before == expected
+    steps = [next(iter(step)) for step in read_manifest(made.folder).steps]
+    assert steps == ["low_rank", "compress"]
+    stages = read_manifest(made.folder).options["search"]["stages"]
+    assert [stage["stage"] for stage in stages] == ["before the cut", "after it", "healed"]
 
 
 def stop(*_: object) -> Draft:

@@ -29,6 +29,7 @@ VARIANTS = {
     "bf16": (None, "nearest"),
     "INT8 body": (8, "nearest"),
     "INT8 body, INT4 g32 head": ({"layers.*": 8, "head": 4}, "nearest"),
+    "INT8 body, INT4 g32 head, GPTQ": ({"layers.*": 8, "head": 4}, "gptq"),
     "chapter's rule": ("chapter", "nearest"),
     "INT4 g32 body": (4, "nearest"),
     "INT4 g32 body, GPTQ": (4, "gptq"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 _MEGA = 1e6
@@ -48,10 +48,49 @@ def sensitivity_table(found: Mapping[str, Any], by: str) -> Group:
     for unit in sorted(measured, key=lambda unit: -unit["measured"]):
         table.add_row(unit["unit"], f"{unit[by]:.3g}", f"{unit['measured']:+.4f}")
     if not measured:
-        return Group(heat)
+        return Group(heat, *_smaller_parts(found))
     agreement = ", ".join(f"{name} {value:.2f}" for name, value in found["rank_correlation"].items())
     cost = f"A probe took {found['passes_per_probe']:.2f} passes on the mean."
-    return Group(heat, table, f"{cost} Rank correlation with what was measured: {agreement}.")
+    note = f"{cost} Rank correlation with what was measured: {agreement}."
+    return Group(heat, table, note, *_smaller_parts(found))
+
+
+def _smaller_parts(found: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what heads, channels and masks cost, as far as it was measured."""
+    shown: list[RenderableType] = []
+    if cut := [part for part in found["parts"] if part["measured"] is not None]:
+        table = Table(title="Cut alone", title_justify="left")
+        for column in ("part", "fisher", "tokens per call lost"):
+            table.add_column(column, justify="left" if column == "part" else "right")
+        for part in sorted(cut, key=lambda part: -part["measured"]):
+            table.add_row(part["part"], f"{part['fisher']:.3g}", f"{part['measured']:+.4f}")
+        shown += [table, f"Rank correlation of fisher with it: {found['parts_rank_correlation']:.2f}."]
+    for mask, tokens in found["masks"].items():
+        change = tokens - found["mean_tokens_per_call"]
+        shown.append(
+            f"Mask {mask}: {tokens:.3f} tokens per call, {change:+.3f}. For analysis: zeros make no step faster."
+        )
+    return shown
+
+
+def rank_table(cuts: Sequence[Mapping[str, Any]], title: str) -> Group:
+    """Return ranks, what outputs lost and what factors would take, by kind of matrix; see compress.low_rank.Cut."""
+    table = Table(title=title, title_justify="left")
+    for column in ("matrix", "rank", "weights", "of its factors", "squared error of outputs"):
+        table.add_column(column, justify="left" if column == "matrix" else "right")
+    kinds = list(dict.fromkeys(cut["module"].rpartition(".")[2] for cut in cuts))
+    for kind in kinds:
+        found = [cut for cut in cuts if cut["module"].endswith(f".{kind}")]
+        error = sum(cut["error"] for cut in found) / len(found)
+        ranks = sorted({cut["rank"] for cut in found})
+        dense, thin = (sum(cut[what] for cut in found) for what in ("dense", "parameters"))
+        table.add_row(kind, ", ".join(map(str, ranks)), f"{dense:,}", f"{thin:,}", f"{error:.4f}")
+    dense, thin = (sum(cut[what] for cut in cuts) for what in ("dense", "parameters"))
+    note = (
+        f"Written as plain matrices, {dense:,} weights that every runtime loads: no smaller and no faster than before. "
+        f"Their factors hold {thin:,}, {thin / dense:.0%}, which only a runtime that multiplies twice would read."
+    )
+    return Group(table, note)
 
 
 def front_table(found: Mapping[str, Any]) -> Group:
@@ -70,8 +109,26 @@ def front_table(found: Mapping[str, Any]) -> Group:
             f"{point['predicted_speedup']:.3f}x",
             mark,
         )
+    tries = sum(point["tries"] for point in found["points"])
     passes = sum(point["passes"] for point in found["points"])
-    return Group(table, f"{passes:.0f} passes over the bench. Best draft length: {found['k']}. {found['draft']}")
+    cost = f"{tries} tries, each {passes / max(tries, 1):.2f} passes over the bench on the mean."
+    return Group(table, _stage_table(found), f"{cost} Best draft length: {found['k']}. {found['draft']}")
+
+
+def _stage_table(found: Mapping[str, Any]) -> Table:
+    table = Table(title=f"What was written, on {found['scored']}", title_justify="left")
+    for column in ("", "MB a step", "acceptance", "change, 95 %", f"tokens per call, k={found['k']}"):
+        table.add_column(column, justify="right" if column else "left")
+    for stage in found["stages"]:
+        value, low, high = stage["acceptance_change"]
+        table.add_row(
+            stage["stage"],
+            f"{stage['bytes'] / _MEGA:,.2f}",
+            f"{stage['expected_acceptance']:.4f}",
+            f"{value:+.4f} [{low:+.4f}, {high:+.4f}]",
+            f"{stage['mean_tokens_per_call']:.3f}",
+        )
+    return table
 
 
 def _shade(rank: int, count: int) -> str:

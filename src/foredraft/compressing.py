@@ -2,22 +2,20 @@
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from foredraft.checkpoint import DraftManifest
+from foredraft.compress.bnb import quantize_bnb
 from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench
 from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
-from foredraft.compress.sensitivity import probed, rank_correlation, sensitivities
 from foredraft.compress.units import HEAD, search_units
 from foredraft.core.errors import UserError
 from foredraft.core.files import refuse_existing
@@ -30,11 +28,11 @@ from foredraft.distill.init.width import narrow
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.calibration import calibration_batches
-from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers
+from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
-from foredraft.steps import PruneStep, QuantizeStep, SensitivitySettings
+from foredraft.steps import PruneStep, QuantizeStep
 from foredraft.trace.store import Trace, require_same
 
 _log = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ def prune_draft(
     widths = _rounded_widths(draft, step)
     kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
     if step.layers:
-        bench = _bench(traces, step.answers, step.num_draft_tokens) if step.by == "acceptance" else None
+        bench = bench_of(traces, step.answers, step.num_draft_tokens) if step.by == "acceptance" else None
         kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens, progress)
     model, channels = keep_layers(draft.model, kept), None
     if step.is_narrower:
@@ -84,7 +82,7 @@ def prune_draft(
         )
     pruned = {"layers": kept, "widths": asdict(widths), "repairs": [repair.to_json() for repair in repairs]}
     manifest = replace(manifest, options={**manifest.options, "pruned": pruned})
-    return save_draft(Draft(model, rows), out, manifest, target.tokenizer)
+    return save_draft(Draft(model, rows), out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
@@ -114,7 +112,7 @@ def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
     return widths
 
 
-def _bench(traces: Sequence[Trace], answers: int, k: int) -> Bench:
+def bench_of(traces: Sequence[Trace], answers: int, k: int) -> Bench:
     """Return the bench of the first trace: figures under several laws do not add up.
 
     Raises:
@@ -146,6 +144,11 @@ def quantize_draft(
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "quantize", step)
     require_plain(draft)
+    if step.format != "compressed-tensors":
+        packed = quantize_bnb(source, draft, step.format)
+        sizes = [asdict(size) for size in unit_sizes(packed.model)]
+        manifest = replace(manifest, options={**manifest.options, "units": sizes})
+        return save_draft(packed, out, manifest, target.tokenizer, refuse_changed_logits)
     formats = unit_formats(
         draft.model, search_units(draft.model), step.bits, step.group, 8 if step.activation_bits == 8 else 16
     )
@@ -166,45 +169,7 @@ def quantize_draft(
     rounded = stored_as(quantize(draft, formats, rounder, progress), source, step.plain)
     sizes = [asdict(size) for size in unit_sizes(rounded.model)]
     manifest = replace(manifest, options={**manifest.options, "units": sizes})
-    return save_draft(rounded, out, manifest, target.tokenizer)
-
-
-def draft_sensitivity(
-    source: Path,
-    target: Speaker,
-    traces: Sequence[Trace],
-    settings: SensitivitySettings,
-    progress: Progress = SILENT,
-) -> dict[str, Any]:
-    """Return how much hangs on each unit of a draft: figures by unit, their rank correlations, and what probes cost.
-
-    Raises:
-        ModelError: the draft is quantized already.
-        UserError: there is no trace.
-    """
-    draft = load_draft(source, "float32")
-    require_plain(draft)
-    sample = sample_answers(traces, target, settings.answers)
-    chosen = WeightFormat(settings.bits, settings.group if settings.bits == 4 else 0)
-    unit_formats(draft.model, search_units(draft.model), {"*": settings.bits}, settings.group)
-    found, passes, k = sensitivities(draft, sample, chosen, progress=progress), 0.0, settings.num_draft_tokens
-    if settings.probes:
-        bench = _bench(traces, settings.answers, k)
-        found, passes = probed(draft, bench, found, chosen, settings.probes, k, settings.by, progress=progress)
-    measured = [one for one in found if not math.isnan(one.measured)]
-    losses = [one.measured for one in measured]
-    rankers = ("fisher", "grad_over_weight", "first_order")
-    return {
-        "draft": str(source),
-        "format": chosen.name,
-        "answers": len(sample),
-        "units": [one.to_json() for one in found],
-        "rank_correlation": {
-            name: rank_correlation([getattr(one, name) for one in measured], losses) for name in rankers
-        },
-        "probes": len(measured),
-        "passes_per_probe": passes / max(len(measured), 1),
-    }
+    return save_draft(rounded, out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list[Answer]:
@@ -231,6 +196,9 @@ def stored_as(draft: Draft, source: Path, plain: str = "keep") -> Draft:
     stated = json.loads((source / "config.json").read_text(encoding="utf-8"))
     stored = str(stated.get("dtype") or stated.get("torch_dtype") or "float32")
     if plain == "bfloat16" or stored == "bfloat16":
-        draft.model.to(torch.bfloat16)
+        # Not model.to: the rotary frequencies stay in float32, as they are when the folder is loaded.
+        for weight in draft.model.parameters():
+            if weight.is_floating_point():
+                weight.data = weight.data.to(torch.bfloat16)
         draft.model.config.dtype = torch.bfloat16
     return draft

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import yaml
 
-from foredraft import compressing, drafters, trainings, verbs
+from foredraft import compressing, drafters, factoring, searching, trainings, verbs
 from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
@@ -241,6 +241,10 @@ class _Run:
             "meta": lambda out: trainings.meta_draft(source, self.target, train, settings, out, progress),
             "prune": lambda out: compressing.prune_draft(source, self.target, train, settings, out, progress),
             "quantize": lambda out: compressing.quantize_draft(source, self.target, train, settings, out, progress),
+            "low_rank": lambda out: factoring.low_rank_draft(source, self.target, train, settings, out, progress),
+            "compress": lambda out: searching.compress_draft(
+                source, self.target, train, settings, out, progress, held_out=self._held_out
+            ),
             "law": lambda out: verbs.set_law(source, self.target, train, settings, out, progress),
             "head": lambda out: verbs.set_head(source, self.target, train, settings, out),
         }

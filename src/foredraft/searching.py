@@ -1,44 +1,71 @@
 """The search for a smaller draft, from folder to folder; a search that was stopped goes on where it was."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foredraft.compress.gptq import GptqRounder
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foredraft.compress.choice import Choice, Cutters, cut_draft, formats_of
+from foredraft.compress.moves import Reach
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench
-from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
-from foredraft.compress.search import Clock, Limits, Point, best_point, formats_of, pareto_front, search
+from foredraft.compress.quantize import require_plain, unit_sizes
+from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
 from foredraft.compress.units import search_units
-from foredraft.compressing import sample_answers, stored_as
+from foredraft.compressing import sample_answers
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import UserError
 from foredraft.core.files import refuse_existing, write_json
+from foredraft.core.multiples import MULTIPLES
 from foredraft.core.progress import SILENT, Progress
+from foredraft.core.protocols import Answer
+from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.width import Importance, narrow_by
+from foredraft.distill.init.widths import Widths
+from foredraft.distill.resume import forget_points
 from foredraft.hardware.profile import load_profile
+from foredraft.healing import Finish, finish
 from foredraft.lineage import extended, manifest_for
+from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers
+from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
-from foredraft.steps import CompressSettings
+from foredraft.search_plot import search_svg
+from foredraft.shrink_steps import CompressStep
+from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace
 
-_SCHEMA = 1
+PLOT = "search.svg"
+_SCHEMA = 2
 
 
 def compress_draft(
     source: Path,
     target: LocalTarget,
     traces: Sequence[Trace],
-    settings: CompressSettings,
+    step: CompressStep,
     out: Path,
     progress: Progress = SILENT,
+    scored: Sequence[Trace] = (),
+    held_out: Sequence[Prompt] = (),
 ) -> dict[str, Any]:
-    """Write the draft that the search ends with; return the way there, the front, and what was chosen.
+    """Write the draft that the search ends with, healed if asked for; return the way there, the front, what was chosen,
+    and what was measured of it before the cut, after it and after healing.
 
-    Points are kept beside `out` after each step, in a hidden file that goes when the draft is written.
+    Points are kept beside `out` after each step, in a hidden file that goes when the draft is written; so are the
+    points of the training that heals.
+
+    Args:
+        scored: Traces that only score what is written; left out, the answers that the search was made on.
+        held_out: Prompts that must not be learnt from.
 
     Raises:
         ModelError: the draft is quantized already.
@@ -48,37 +75,37 @@ def compress_draft(
     """
     refuse_existing(out)
     draft = load_draft(source, "float32")
-    manifest = extended(manifest_for(source, target), "compress", settings)
+    manifest = extended(manifest_for(source, target), "compress", step)
     require_plain(draft)
-    unit_formats(draft.model, search_units(draft.model), {"*": 4}, settings.group)
-    answers = sample_answers(traces, target, settings.gradients)
-    info = traces[0].info
-    bench = Bench.of(
-        traces[0].sample(settings.answers), info.law, info.vocab_size, range(1, settings.num_draft_tokens + 1)
-    )
-    limits = Limits(settings.megabytes * 1e6, settings.milliseconds, settings.tries, settings.chunk, settings.group)
-    clock = Clock(target.passes, load_profile(settings.hardware).machine(), settings.context)
+    unit_formats(draft.model, search_units(draft.model), {"*": 4}, step.group)
+    answers = sample_answers(traces, target, step.gradients)
+    bench = _bench(traces[0], step.answers, step)
+    clock = Clock(target.passes, load_profile(step.hardware).machine(), step.context)
+    cutters = _cutters(draft, traces, target, answers)
+    limits = Limits(step.megabytes * 1e6, step.milliseconds, step.share, step.lookahead)
     key = digest_of(
         [
             file_digest(source / "model.safetensors"),
             draft.head_token_ids.tolist(),
             [trace.digest for trace in traces],
-            settings.model_dump(),
+            step.model_dump(exclude={"heal", "method"}),
             asdict(clock),
         ]
     )
-    notes = out.with_name(f".{out.name}.search.json")
-    points = search(
-        draft, bench, answers, clock, limits, _noted(notes, key), lambda all_: _note(notes, key, all_), progress
-    )
+    notes, training = out.with_name(f".{out.name}.search.json"), out.with_name(f".{out.name}.training")
+    note = partial(_note, notes, key)
+    points = search(draft, bench, answers, clock, limits, _reach(step), cutters, _noted(notes, key), note, progress)
     chosen = best_point(points, limits)
     if chosen is None:
         raise UserError(
             "No draft within the limits was found: the smallest reads "
             f"{min(point.bytes for point in points) / 1e6:.1f} MB a step. Raise the limits, or take a smaller draft."
         )
-    written = _made(draft, chosen, settings, answers, source, progress)
-    sizes = [asdict(size) for size in unit_sizes(written.model)]
+    final = _bench(scored[0], sys.maxsize, step) if scored else bench
+    plain = _cut_apart(draft, chosen.choice, cutters)
+    formats = formats_of(draft, chosen.choice, step.group)
+    job = Finish(source, target, traces, final, chosen.k, training, held_out)
+    written, stages = finish(draft, plain, formats, answers, step, job, progress)
     found = {
         "draft": str(out),
         "target": target.name,
@@ -86,23 +113,53 @@ def compress_draft(
         "front": [points.index(point) for point in pareto_front(points)],
         "chosen": points.index(chosen),
         "k": chosen.k,
+        "stages": stages,
+        "scored": "held-out answers" if scored else "the answers of the search",
     }
+    sizes = [asdict(size) for size in unit_sizes(written.model)]
     manifest = replace(manifest, options={**manifest.options, "units": sizes, "search": found})
-    save_draft(written, out, manifest, target.tokenizer)
+
+    def draw(folder: Path, model: PreTrainedModel) -> None:
+        refuse_changed_logits(folder, model)
+        (folder / PLOT).write_text(search_svg(found), encoding="utf-8")
+
+    save_draft(written, out, manifest, target.tokenizer, draw)
     notes.unlink(missing_ok=True)
+    forget_points(training)
     return found
 
 
-def _made(
-    draft: Draft, point: Point, settings: CompressSettings, answers: Sequence[Any], source: Path, progress: Progress
-) -> Draft:
-    """Return the draft that a point stands for, rounded if any of its units is; the rest in 16 bits, as it counts."""
-    smaller = Draft(keep_layers(draft.model, point.choice.layers), draft.head_token_ids)
-    formats = formats_of(draft, point.choice, settings.group)
-    if formats:
-        rounder: Rounder = GptqRounder(smaller.model, answers) if settings.method == "gptq" else round_to_nearest
-        smaller = quantize(smaller, formats, rounder, progress)
-    return stored_as(smaller, source, "bfloat16")
+def _bench(trace: Trace, answers: int, step: CompressStep) -> Bench:
+    rows = trace.sample(answers)
+    return Bench.of(rows, trace.info.law, trace.info.vocab_size, range(1, step.num_draft_tokens + 1))
+
+
+def _reach(step: CompressStep) -> Reach:
+    multiple = MULTIPLES.get(step.runtime, 1)
+    kinds = [kind for kind in step.moves if kind != "rows" or not step.runtime]
+    return Reach(kinds, step.tries, step.chunk, step.group, max(multiple, step.group))
+
+
+def _cutters(draft: Draft, traces: Sequence[Trace], target: LocalTarget, answers: Sequence[Answer]) -> Cutters:
+    """Return what cuts widths by importance and rows by how often the target says them; both are measured once."""
+    known: list[Importance] = []
+
+    def narrow(model: PreTrainedModel, layers: Sequence[int], ffn: int) -> PreTrainedModel:
+        known[:] = known or [Importance(draft.model, calibration_batches(answers))]
+        return narrow_by(model, Widths(ffn=ffn), known[0].of_layers(layers)).model
+
+    def rows(count: int) -> Int[Tensor, " kept"]:
+        said = [row.answer_ids.numpy() for trace in traces for row in trace.rows(tops=False)]
+        return rank_tokens(said, target.tokenizer, count)
+
+    return Cutters(narrow, rows)
+
+
+def _cut_apart(draft: Draft, choice: Choice, cutters: Cutters) -> Draft:
+    """Return the draft of a choice with weights of its own, tied where they were."""
+    plain = cut_draft(draft, choice, cutters)
+    layers = range(plain.model.config.get_text_config().num_hidden_layers)
+    return Draft(keep_layers(plain.model, layers), plain.head_token_ids)
 
 
 def _noted(notes: Path, key: str) -> list[Point]:

@@ -21,6 +21,11 @@ def _draft_lengths(value: Any) -> Any:
 DraftLengths = Annotated[list[Annotated[int, Field(ge=1, le=64)]], BeforeValidator(_draft_lengths), Field(min_length=1)]
 
 
+def from_number(name: str) -> BeforeValidator:
+    """Read a plain number as the settings in which only `name` is given."""
+    return BeforeValidator(lambda value: {name: value} if isinstance(value, int | float) else value)
+
+
 BatchSizes = Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)]
 
 

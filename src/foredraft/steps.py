@@ -2,11 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from foredraft.core.bits import checked_plan
 from foredraft.ngram_step import NgramStep as NgramStep
-from foredraft.settings import LawSettings, Settings
+from foredraft.settings import LawSettings, Settings, from_number
+from foredraft.shrink_steps import CompressStep as CompressStep
+from foredraft.shrink_steps import LowRankStep as LowRankStep
+from foredraft.shrink_steps import PruneStep as PruneStep
+from foredraft.shrink_steps import QuantizeStep as QuantizeStep
+from foredraft.shrink_steps import SensitivitySettings as SensitivitySettings
 
 
 class InitStep(Settings):
@@ -96,11 +100,6 @@ class LoraSettings(Settings):
     rank: int = Field(0, ge=0, description="0 trains the matrices themselves.")
     alpha: int = Field(0, ge=0, description="The update counts alpha/rank times; 0 is twice the rank.")
     modules: list[str] = Field([], description="Names such as q_proj, down_proj; empty takes every matrix of the body.")
-
-
-def _from_number(name: str) -> BeforeValidator:
-    """Read a plain number as the settings in which only `name` is given."""
-    return BeforeValidator(lambda value: {name: value} if isinstance(value, int | float) else value)
 
 
 class PhaseSettings(Settings):
@@ -210,16 +209,16 @@ class DistillStep(Settings):
     finish_fraction: float = Field(0.3, ge=0.0, le=1.0, description="Share of the steps under `finish`.")
     phases: list[PhaseSettings] = Field([], description="Instead of loss and finish: parts of the training, in order.")
     temperature: float = Field(1.0, gt=0.0, description="Softens both laws in forward_kl; scaled by its square.")
-    layer_matching: Annotated[LayerMatchingSettings, _from_number("weight")] = Field(
+    layer_matching: Annotated[LayerMatchingSettings, from_number("weight")] = Field(
         LayerMatchingSettings(), description="Matching of hidden states; a number is its weight."
     )
-    attention_matching: Annotated[AttentionMatchingSettings, _from_number("weight")] = Field(
+    attention_matching: Annotated[AttentionMatchingSettings, from_number("weight")] = Field(
         AttentionMatchingSettings(), description="Matching of attention; a number is its weight."
     )
     position_weights: str = Field(
         "", description="What an answer's tokens weigh: decay:rate=0.99, confidence:power=1 or reach:k=4; empty: all 1."
     )
-    selective: Annotated[SelectiveSettings, _from_number("share")] = Field(
+    selective: Annotated[SelectiveSettings, from_number("share")] = Field(
         SelectiveSettings(), description="Selective tokens; a number is the share that is kept."
     )
     tokens: int = Field(100_000, ge=1, description="Answer positions trained on, repeats included.")
@@ -324,93 +323,6 @@ class MetaStep(Settings):
     seed: int = 0
 
 
-class PruneStep(Settings):
-    """Cut a draft down to a smaller one: fewer layers, narrower ones, fewer rows of the head."""
-
-    layers: int = Field(1, ge=0, description="Number of layers to remove; 0 unless given where widths are.")
-    by: Literal["block-influence", "acceptance", "last"] = Field(
-        "block-influence", description="Which layers go first; acceptance replays the draft without each of them."
-    )
-    hidden: int = Field(0, ge=0, description="Hidden channels kept, the most important ones; 0 keeps all.")
-    heads: int = Field(0, ge=0, description="Attention heads kept, in whole key-value groups; 0 keeps all.")
-    ffn: int = Field(0, ge=0, description="Feed-forward channels kept; 0 keeps all.")
-    vocab: int = Field(0, ge=0, description="Rows of the head kept, most frequent in the trace first; 0 keeps all.")
-    runtime: Literal["", "transformers", "openvino", "llama.cpp", "llama.cpp-q8_0", "vllm"] = Field(
-        "", description="Runtime whose multiples hidden and ffn are rounded up to; empty: none."
-    )
-    heal: Literal["none", "linear"] = Field("none", description="linear: refit what is left by least squares.")
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="acceptance: draft length at which layers are compared.")
-    answers: int = Field(32, ge=1, description="Answers of the target that all of this is measured on.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_layer_beside_widths(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "layers" not in data and {"hidden", "heads", "ffn", "vocab"} & set(data):
-            return {**data, "layers": 0}
-        return data
-
-    @model_validator(mode="after")
-    def _cuts_something(self) -> "PruneStep":
-        if not (self.layers or self.is_narrower or self.vocab):
-            raise ValueError("nothing is cut: give layers, hidden, heads, ffn or vocab")
-        return self
-
-    @property
-    def is_narrower(self) -> bool:
-        return any((self.hidden, self.heads, self.ffn))
-
-    @property
-    def measures(self) -> bool:
-        """Whether answers of the target decide what goes."""
-        return bool(self.layers and self.by != "last") or self.is_narrower or self.vocab > 0 or self.heal != "none"
-
-
-class QuantizeStep(Settings):
-    """Round a draft's weights."""
-
-    bits: Annotated[Any, AfterValidator(checked_plan)] = Field(
-        8,
-        description="4 or 8 for the body; chapter; or patterns of units with bits, the first that matches decides: "
-        "{head: 4, layers.*.down: 8, layers.*: 4/64}. What none matches keeps its weights, the embedding always.",
-    )
-    group: int = Field(32, ge=0, description="Inputs that share a scale in 4 bits; 8 bits have one scale a row.")
-    method: Literal["nearest", "gptq"] = Field(
-        "nearest", description="gptq makes up for each rounding in the weights behind it, on the target's answers."
-    )
-    calibration: int = Field(16, ge=1, description="gptq: answers that the draft's inputs are taken from.")
-    activation_bits: Literal[8, 16] = Field(
-        16, description="Bits of what each layer reads; 8 is the form that vLLM runs on CPUs, and accepted less."
-    )
-    plain: Literal["keep", "bfloat16"] = Field("keep", description="How weights that are not rounded are stored.")
-
-
-class SensitivitySettings(Settings):
-    """How the sensitivity of a draft's units is found."""
-
-    bits: Literal[4, 8] = Field(4, description="What units are rounded to.")
-    group: int = Field(32, ge=1, description="Inputs that share a scale in 4 bits.")
-    answers: int = Field(16, ge=1, description="Answers of the trace that are read.")
-    probes: int = Field(20, ge=0, description="Units, those that rank highest, whose loss of acceptance is measured.")
-    by: Literal["fisher", "grad_over_weight", "first_order"] = Field("fisher", description="What ranks the units.")
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which tokens per call count.")
-
-
-class CompressSettings(Settings):
-    """How far a draft is compressed, and for what machine."""
-
-    hardware: str = Field("desktop-cpu", description="Machine that seconds are predicted for: see foredraft hardware.")
-    context: int = Field(256, ge=0, description="Tokens of context that steps are timed at.")
-    megabytes: float = Field(0.0, ge=0.0, description="Most that a draft step reads; 0 is no limit.")
-    milliseconds: float = Field(0.0, ge=0.0, description="Longest draft step; 0 is no limit.")
-    num_draft_tokens: int = Field(8, ge=1, le=64, description="Longest draft length to choose from.")
-    answers: int = Field(16, ge=2, description="Answers of the trace that acceptance is measured on.")
-    gradients: int = Field(8, ge=1, description="Answers that the shortlist is made on.")
-    tries: int = Field(2, ge=1, description="Moves of each kind that are measured before one is taken.")
-    chunk: int = Field(8, ge=1, description="Units whose bits are lowered together.")
-    group: int = Field(32, ge=1, description="Inputs that share a scale in 4 bits.")
-    method: Literal["nearest", "gptq"] = Field("nearest", description="How the draft that is chosen is rounded.")
-
-
 class HeadStep(Settings):
     """Which rows of the head a draft computes."""
 
@@ -451,6 +363,8 @@ class Step(Settings):
     meta: MetaStep | None = None
     prune: PruneStep | None = None
     quantize: QuantizeStep | None = None
+    low_rank: LowRankStep | None = None
+    compress: CompressStep | None = None
     head: HeadStep | None = None
     wrap: str | None = Field(
         None, description="Another way of drafting with it: tree:max_nodes=16, confident:threshold=0.4."

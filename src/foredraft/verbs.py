@@ -144,8 +144,10 @@ def learns(step: Step) -> bool:
             return step.settings.is_fitted
         case "head":
             return step.settings.rows != "full"
+        case "low_rank":
+            return step.settings.by == "inputs"
         case verb:
-            return verb in ("distill", "adapt", "meta")
+            return verb in ("distill", "adapt", "meta", "compress")
 
 
 def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:

@@ -28,6 +28,11 @@ OptionalTraces = Annotated[
     typer.Option("--trace", help="Training trace; can be repeated.", default_factory=list, show_default=False),
 ]
 
+Scored = Annotated[
+    list[Path],
+    typer.Option("--score", help="Trace that only scores what is written.", default_factory=list, show_default=False),
+]
+
 
 @app.command(
     epilog="""
@@ -98,9 +103,41 @@ def prune(
 
 @app.command(
     epilog="""
+Examples:
+
+    foredraft low-rank draft --target my-model --trace trace --set share=0.5 --out draft-thin
+
+    foredraft low-rank draft --target my-model --set units=layers.*.down --set rank=64 --set by=weights --out draft-thin
+"""
+)
+def low_rank(
+    draft: DraftFolder,
+    target: TargetName,
+    out: Out,
+    overrides: Overrides,
+    traces: OptionalTraces,
+    dtype: Dtype = "auto",
+    adapter: Adapter = "",
+    as_json: Json = False,
+) -> None:
+    """Lower the rank of a draft's matrices; they are written as plain ones."""
+    from foredraft.compress_tables import rank_table
+    from foredraft.factoring import low_rank_draft
+    from foredraft.recipe import settings_from
+    from foredraft.steps import LowRankStep
+
+    step = settings_from(LowRankStep, overrides)
+    loaded = named_target(target, dtype, adapter)
+    manifest = low_rank_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    cuts = manifest.options["low_rank"]
+    print_figures(draft_figures(out, manifest) | {"matrices": cuts}, rank_table(cuts, str(out)), as_json)
+
+
+@app.command(
+    epilog="""
 Example:
 
-    foredraft sensitivity draft --target my-model --trace trace --set probes=10
+    foredraft sensitivity draft --target my-model --trace trace --set probes=10 --set parts=20 --set 'masks=["2:4"]'
 """
 )
 def sensitivity(
@@ -113,22 +150,24 @@ def sensitivity(
     as_json: Json = False,
 ) -> None:
     """Show how much of a draft's acceptance hangs on each of its parts."""
-    from foredraft import compressing
     from foredraft.compress_tables import sensitivity_table
     from foredraft.recipe import settings_from
+    from foredraft.sensing import draft_sensitivity
     from foredraft.steps import SensitivitySettings
 
     settings = settings_from(SensitivitySettings, overrides)
     loaded = named_target(target, dtype, adapter)
-    found = compressing.draft_sensitivity(draft, loaded, opened_traces(traces), settings, progress_bars())
+    found = draft_sensitivity(draft, loaded, opened_traces(traces), settings, progress_bars())
     print_figures(found, sensitivity_table(found, settings.by), as_json)
 
 
 @app.command(
     epilog="""
-Example:
+Examples:
 
     foredraft compress draft --target my-model --trace trace --set megabytes=40 --set hardware=desktop-cpu --out small
+
+    foredraft compress draft --target my-model --trace trace --score eval --set heal=20000 --set method=gptq --out small
 """
 )
 def compress(
@@ -137,17 +176,20 @@ def compress(
     traces: Traces,
     out: Out,
     overrides: Overrides,
+    scored: Scored,
     dtype: Dtype = "auto",
     adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
-    """Search bits, layers and draft length together for the largest predicted speedup within a budget."""
+    """Search bits, layers, widths, rows and draft length together for the largest predicted speedup in a budget."""
     from foredraft import searching
     from foredraft.compress_tables import front_table
     from foredraft.recipe import settings_from
-    from foredraft.steps import CompressSettings
+    from foredraft.steps import CompressStep
 
-    settings = settings_from(CompressSettings, overrides)
+    step = settings_from(CompressStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    found = searching.compress_draft(draft, loaded, opened_traces(traces), settings, out, progress_bars())
+    found = searching.compress_draft(
+        draft, loaded, opened_traces(traces), step, out, progress_bars(), opened_traces(scored)
+    )
     print_figures(found, front_table(found), as_json)

@@ -52,7 +52,7 @@ def gptq_round(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], 
                 scales.append(group_scales(ahead.T, weight_format.bits, group).float()[:, 0])
             integers[column] = to_integers(left[column], scales[-1], weight_format.bits)
             error = (left[column] - integers[column] * scales[-1]) / upper[column, column]
-            left[column:end] -= upper[column, column:end, None] * error
+            left[column:end].addr_(upper[column, column:end], error, alpha=-1.0)
             errors[column - start] = error
         left[end:] -= upper[start:end, end:].T @ errors
     return integers.T.to(torch.int8).contiguous(), torch.stack(scales, dim=1).bfloat16()
@@ -69,7 +69,10 @@ def inverse_factor(hessian: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
     size = hessian.diagonal().mean()
     size = size if size > 0 else torch.ones_like(size)
     damped = hessian + size * torch.diag((hessian.diagonal() == 0).double() + _DAMPING)
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    # With columns in reverse order the lower factor of the Hessian is the upper one of R Rᵀ, and the wanted factor is
+    # the inverse of R: half of the work of inverting the Hessian and taking the factor of that.
+    reverse = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    return torch.linalg.solve_triangular(reverse, torch.eye(len(damped)).to(damped), upper=True)
 
 
 @final

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foredraft.compress.units import search_units
 from foredraft.core.errors import RecipeError
+from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.calibration import Batch, watch
 from foredraft.models.draft import Draft
 
@@ -26,12 +27,14 @@ class Cut:
 
     Attributes:
         rank: That it has now.
+        dense: Weights of the matrix itself, which is how it is written.
         parameters: Of its two factors; a runtime that multiplies by them one after the other reads these.
         error: Squared error of its outputs on the inputs that were read / their square.
     """
 
     module: str
     rank: int
+    dense: int
     parameters: int
     error: float
 
@@ -53,7 +56,9 @@ def low_rank_factors(
     return (left[:, :rank] * values[:rank]).to(weight.dtype), inner.to(weight.dtype)
 
 
-def cut_ranks(draft: Draft, ranks: dict[str, int], batches: Sequence[Batch]) -> tuple[Draft, list[Cut]]:
+def cut_ranks(
+    draft: Draft, ranks: dict[str, int], batches: Sequence[Batch], progress: Progress = SILENT
+) -> tuple[Draft, list[Cut]]:
     """Return the draft with some matrices of lower rank, written out as the plain matrices that they were.
 
     No runtime loads factors in the place of a matrix: what is gained is what healing and sharing need, not bytes.
@@ -61,7 +66,8 @@ def cut_ranks(draft: Draft, ranks: dict[str, int], batches: Sequence[Batch]) -> 
     Args:
         draft: Left as it was; embeddings and head are shared.
         ranks: By unit; see compress.units.
-        batches: What the inputs are taken from.
+        batches: What the inputs are taken from, as the cut matrices before leave them; none: the weights alone decide,
+            by the plain singular value decomposition.
 
     Raises:
         RecipeError: a unit that the draft lacks, or a rank that is none.
@@ -76,14 +82,17 @@ def cut_ranks(draft: Draft, ranks: dict[str, int], batches: Sequence[Batch]) -> 
     shared = [draft.model.get_input_embeddings().weight, draft.model.get_output_embeddings().weight]
     model = copy.deepcopy(draft.model, {id(weight): weight for weight in shared})
     cuts = []
-    for name, rank in ranks.items():
-        for module in units[name].modules:
-            cuts.append(_cut(model, module, rank, batches))
+    for name, rank in tracked(progress, "cutting ranks", list(ranks.items()), "units"):
+        covariance = _covariance(model, units[name].modules[0], batches)
+        cuts += [_cut(model, module, rank, covariance) for module in units[name].modules]
     return Draft(model, draft.head_token_ids), cuts
 
 
-def _cut(model: nn.Module, module: str, rank: int, batches: Sequence[Batch]) -> Cut:
+def _covariance(model: nn.Module, module: str, batches: Sequence[Batch]) -> Float[Tensor, "in in"]:
+    """Return the sum of outer products of what a module reads; all modules of a unit read the same."""
     linear = model.get_submodule(module)
+    if not batches:
+        return torch.eye(linear.in_features, dtype=torch.float64)
     covariance = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64)
 
     def add(features: Tensor, _: Tensor) -> None:
@@ -91,10 +100,16 @@ def _cut(model: nn.Module, module: str, rank: int, batches: Sequence[Batch]) -> 
 
     for batch in batches:
         watch(model, batch, {linear: add})
+    return covariance
+
+
+def _cut(model: nn.Module, module: str, rank: int, covariance: Float[Tensor, "in in"]) -> Cut:
+    linear = model.get_submodule(module)
     weight = linear.weight.detach().clone()
     left, right = low_rank_factors(weight, covariance, rank)
     linear.weight.data = (left.double() @ right.double()).to(weight.dtype)
-    return Cut(module, rank, left.numel() + right.numel(), _error(weight, linear.weight.detach(), covariance))
+    error = _error(weight, linear.weight.detach(), covariance)
+    return Cut(module, rank, weight.numel(), left.numel() + right.numel(), error)
 
 
 def _error(before: Tensor, after: Tensor, covariance: Tensor) -> float:

@@ -74,13 +74,20 @@ def run_layer(
     return output[0] if isinstance(output, tuple) else output
 
 
-def run_from(model: PreTrainedModel, prefix: Prefix, first: int) -> Float[Tensor, "texts tokens hidden"]:
-    """Return the final hidden states of a model that differs from the one that was read from layer `first` on only."""
+@torch.no_grad()
+def run_from(
+    model: PreTrainedModel, prefix: Prefix, first: int, without: int = -1
+) -> Float[Tensor, "texts tokens hidden"]:
+    """Return the final hidden states of a model that differs from the one that was read from layer `first` on only.
+
+    Args:
+        without: A layer that is left out.
+    """
     state = prefix.states[first]
-    for layer, settings in zip(list(layer_stack(model))[first:], prefix.settings[first:], strict=True):
-        state = run_layer(layer, state, settings)
-    with torch.no_grad():
-        return final_norm(model)(state)
+    for number, layer in enumerate(layer_stack(model)):
+        if number >= first and number != without:
+            state = run_layer(layer, state, prefix.settings[number])
+    return final_norm(model)(state)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:

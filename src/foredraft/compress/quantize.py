@@ -22,6 +22,9 @@ Rounded = tuple[Int8[Tensor, "out in"], BFloat16[Tensor, "out groups"]]
 Rounder = Callable[[str, Float[Tensor, "out in"], WeightFormat], Rounded]
 
 
+_BNB_NAMES = {"Linear4bit": "nf4", "Linear8bitLt": "llm-int8"}
+
+
 @dataclass(frozen=True, slots=True)
 class UnitSize:
     """How a unit is stored: `format` is int4-g32, int8 and the like, or a dtype; a tied head has 0 bytes."""
@@ -120,6 +123,8 @@ def unit_sizes(model: PreTrainedModel) -> list[UnitSize]:
 
 def _format_name(model: PreTrainedModel, unit: Unit) -> str:
     module = model.get_submodule(unit.modules[0])
+    if (name := type(module).__name__) in _BNB_NAMES:
+        return _BNB_NAMES[name]
     if isinstance(module, PackedLinear):
         return WeightFormat(module.bits, module.in_features // module.weight_scale.shape[1]).name
     if isinstance(module, Int8Linear):

@@ -4,6 +4,7 @@ Gradients are of the draft's log-probability of what the target wrote. Their squ
 information where the draft's law is near the target's.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,20 +12,25 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.acceptance.report import AcceptanceReport
+from foredraft.compress.choice import swapped_weights
+from foredraft.compress.parts import GateFisher
 from foredraft.compress.probe import Bench, Probe
 from foredraft.compress.quantize import Rounder, round_to_nearest
 from foredraft.compress.rounding import product
 from foredraft.compress.units import EMBEDDING, Unit, search_units
 from foredraft.core.errors import UserError
+from foredraft.core.memory import is_out_of_memory
 from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.core.protocols import Answer
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
 from foredraft.models.layers import layer_stack
+
+_log = logging.getLogger(__name__)
 
 Ranker = Literal["fisher", "grad_over_weight", "first_order"]
 
@@ -58,6 +64,7 @@ def sensitivities(
     weight_format: WeightFormat,
     rounder: Rounder = round_to_nearest,
     progress: Progress = SILENT,
+    gates: GateFisher | None = None,
 ) -> list[Sensitivity]:
     """Return the figures of every unit but the embedding, which is not rounded, from one backward pass over answers.
 
@@ -67,40 +74,30 @@ def sensitivities(
         draft: Not quantized; float32. Left as it was.
         answers: Of the target, none of them empty.
         weight_format: What units are rounded to, for the figures that know it.
+        gates: Sums what it needs from the same gradients.
 
     Raises:
         UserError: there are no answers, or a unit that no answer reaches.
     """
     if not answers:
         raise UserError("Sensitivity is measured on answers of the target, and none was given: collect a trace.")
-    model = draft.model
-    units = [unit for unit in search_units(model) if unit.name != EMBEDDING]
-    weights = {module: model.get_submodule(module).weight for unit in units for module in unit.modules}
-    errors = {
-        module: product(*rounder(module, weight.detach(), weight_format)) - weight.detach()
-        for module, weight in weights.items()
-    }
-    sums = {module: torch.zeros_like(weight) for module, weight in weights.items()}
-    fisher = dict.fromkeys(weights, 0.0)
-    wanted = {id(weight) for weight in weights.values()}
-    learning = {weight: weight.requires_grad for weight in model.parameters()}
-    for weight in learning:
-        weight.requires_grad_(id(weight) in wanted)
+    units = [unit for unit in search_units(draft.model) if unit.name != EMBEDDING]
     try:
-        for answer in tracked(progress, "taking gradients", answers, "answers"):
-            _backward(model, answer, draft.head_token_ids)
-            for module, weight in weights.items():
-                gradient = weight.grad
-                if gradient is None:
-                    raise UserError(f"{module} has no gradient: the draft does not use it.")
-                sums[module] += gradient
-                fisher[module] += float((gradient * errors[module]).square().sum())
-            model.zero_grad(set_to_none=True)
-    finally:
-        model.zero_grad(set_to_none=True)
-        for weight, learns in learning.items():
-            weight.requires_grad_(learns)
-    return [_figures(unit, weights, sums, errors, fisher) for unit in units]
+        return _measured(draft, answers, units, weight_format, rounder, progress, gates)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    _log.warning("The gradients of all layers do not fit into memory: they are taken layer by layer, a pass for each.")
+    if gates is not None:
+        gates.start_over()
+    layers = sorted({unit.layer for unit in units})
+    parts = [[unit for unit in units if unit.layer == layer] for layer in layers]
+    found = {
+        one.unit: one
+        for part in parts
+        for one in _measured(draft, answers, part, weight_format, rounder, progress, gates)
+    }
+    return [found[unit.name] for unit in units]
 
 
 def probed(
@@ -137,19 +134,10 @@ def probe_rounded(
     draft: Draft, probe: Probe, unit: Unit, weight_format: WeightFormat, rounder: Rounder = round_to_nearest
 ) -> AcceptanceReport:
     """Return the report of the draft with one unit rounded; the draft is left as it was."""
-    linears = {module: draft.model.get_submodule(module) for module in unit.modules}
-    kept = {module: linear.weight for module, linear in linears.items()}
-    try:
-        for module, linear in linears.items():
-            # A parameter of its own, so that an embedding that is tied to a head stays what it is.
-            linear.weight = nn.Parameter(
-                product(*rounder(module, kept[module].detach(), weight_format)), requires_grad=False
-            )
-        first = unit.layer if unit.layer >= 0 else len(layer_stack(draft.model))
-        return probe.report_from(first)
-    finally:
-        for module, linear in linears.items():
-            linear.weight = kept[module]
+    weights = {module: draft.model.get_submodule(module).weight.detach() for module in unit.modules}
+    rounded = {module: product(*rounder(module, weight, weight_format)) for module, weight in weights.items()}
+    with swapped_weights(draft.model, rounded):
+        return probe.report_from(unit.layer if unit.layer >= 0 else len(layer_stack(draft.model)))
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -168,6 +156,47 @@ def _ranks(values: Sequence[float]) -> Float[Tensor, " values"]:
     below = (given[:, None] > given[None, :]).sum(1)
     equal = (given[:, None] == given[None, :]).sum(1)
     return below + (equal - 1) / 2
+
+
+def _measured(
+    draft: Draft,
+    answers: Sequence[Answer],
+    units: Sequence[Unit],
+    weight_format: WeightFormat,
+    rounder: Rounder,
+    progress: Progress,
+    gates: GateFisher | None,
+) -> list[Sensitivity]:
+    """Return the figures of some units from one backward pass over answers."""
+    model = draft.model
+    weights = {module: model.get_submodule(module).weight for unit in units for module in unit.modules}
+    errors = {
+        module: product(*rounder(module, weight.detach(), weight_format)) - weight.detach()
+        for module, weight in weights.items()
+    }
+    sums = {module: torch.zeros_like(weight) for module, weight in weights.items()}
+    fisher = dict.fromkeys(weights, 0.0)
+    wanted = {id(weight) for weight in weights.values()}
+    learning = {weight: weight.requires_grad for weight in model.parameters()}
+    for weight in learning:
+        weight.requires_grad_(id(weight) in wanted)
+    try:
+        for answer in tracked(progress, "taking gradients", answers, "answers"):
+            _backward(model, answer, draft.head_token_ids)
+            for module, weight in weights.items():
+                gradient = weight.grad
+                if gradient is None:
+                    raise UserError(f"{module} has no gradient: the draft does not use it.")
+                sums[module] += gradient
+                fisher[module] += float((gradient * errors[module]).square().sum())
+            if gates is not None:
+                gates.add(weights)
+            model.zero_grad(set_to_none=True)
+    finally:
+        model.zero_grad(set_to_none=True)
+        for weight, learns in learning.items():
+            weight.requires_grad_(learns)
+    return [_figures(unit, weights, sums, errors, fisher) for unit in units]
 
 
 def _backward(model: PreTrainedModel, answer: Answer, kept: Int[Tensor, " kept"]) -> None:

@@ -1,5 +1,6 @@
 """A trained draft in memory, and as a folder that stock transformers loads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.checkpoint import DraftManifest, write_draft
-from foredraft.core.errors import CheckpointError
+from foredraft.core.errors import CheckpointError, ModelError
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import load_model, without_bars
 
@@ -31,14 +32,28 @@ class Draft:
     head_token_ids: Int[Tensor, " kept"] = NO_IDS
 
 
-def save_draft(draft: Draft, path: Path, manifest: DraftManifest, tokenizer: PreTrainedTokenizerBase) -> DraftManifest:
+def save_draft(
+    draft: Draft,
+    path: Path,
+    manifest: DraftManifest,
+    tokenizer: PreTrainedTokenizerBase,
+    finish: Callable[[Path, PreTrainedModel], None] = lambda folder, model: None,
+) -> DraftManifest:
     """Write a draft as a folder that transformers loads, with its manifest; return the manifest complete.
+
+    Args:
+        finish: Called with the folder before it gets its name, and the model; what it raises leaves nothing behind.
 
     Raises:
         OutputError: the folder exists, or the disk is full.
     """
     manifest = replace(manifest, options={**manifest.options, "head_rows": len(draft.head_token_ids)})
-    return write_draft(path, manifest, lambda folder: _fill(folder, draft, tokenizer))
+
+    def fill(folder: Path) -> None:
+        _fill(folder, draft, tokenizer)
+        finish(folder, draft.model)
+
+    return write_draft(path, manifest, fill)
 
 
 def load_draft(path: Path, dtype: str = "auto") -> Draft:
@@ -52,8 +67,14 @@ def load_draft(path: Path, dtype: str = "auto") -> Draft:
 
 
 def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> None:
-    with without_bars():
-        draft.model.save_pretrained(folder)
+    try:
+        with without_bars():
+            draft.model.save_pretrained(folder)
+    except NotImplementedError as error:
+        raise ModelError(
+            "transformers does not write weights of this format that it has read, as those of LLM.int8: go on from the "
+            "draft that they were made from."
+        ) from error
     tokenizer.save_pretrained(folder)
     if len(draft.head_token_ids):
         save_file({"head_token_ids": draft.head_token_ids.contiguous()}, folder / HEAD_FILE)

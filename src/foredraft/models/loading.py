@@ -38,6 +38,7 @@ from foredraft.models.adapter import merge_adapter
 from foredraft.models.compressed import is_compressed, load_compressed
 from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
+from foredraft.models.kept_packing import keep_packing
 from foredraft.models.quantized import missing_package
 from foredraft.settings import QUICKSTART_TARGET
 
@@ -278,7 +279,7 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     gaps += [f"{key} is {tuple(held)}, not {tuple(asked)}" for key, held, asked in sorted(report["mismatched_keys"])]
     if gaps:
         raise ModelError(f"{path} lacks weights that its configuration asks for, {len(gaps)} in all: {gaps[0]}.")
-    speed_up_few_rows(model)
+    speed_up_few_rows(keep_packing(model))
     return model.to(model_device()).eval()
 
 

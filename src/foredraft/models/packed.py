@@ -67,10 +67,14 @@ class PackedLinear(nn.Module):
 
     def unpacked(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """Return the weight; each product of integer and scale is rounded once, to `dtype`."""
-        integers = unpack_from_int32(self.weight_packed, self.bits, torch.Size((self.out_features, self.in_features)))
+        integers = self.integers()
         scale = self.weight_scale.to(dtype)
         grouped = integers.view(self.out_features, scale.shape[1], -1).to(dtype)
         return (grouped * scale[..., None]).view(self.out_features, self.in_features)
+
+    def integers(self) -> Int8[Tensor, "out in"]:
+        """Return the integers, one a weight."""
+        return unpack_from_int32(self.weight_packed, self.bits, torch.Size((self.out_features, self.in_features)))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"

@@ -49,9 +49,12 @@ def narrow(model: PreTrainedModel, widths: Widths, batches: Sequence[Batch]) -> 
         RecipeError: widths that the model cannot have; see narrowed_shape.
         ModelError: the model is not built as Llama and Qwen2 are.
     """
-    require_plain_decoder(model)
+    return narrow_by(model, widths, Importance(model, batches))
+
+
+def narrow_by(model: PreTrainedModel, widths: Widths, importance: "Importance") -> Narrowed:
+    """Return a narrower copy of a model by an importance that was measured before; see narrow."""
     shape = narrowed_shape(Shape.of(model.config), widths)
-    importance = Importance(model, batches)
     channels = _largest(importance.hidden, shape.hidden)
     shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     smaller = copy.deepcopy(model, {id(weight): weight for weight in shared})
@@ -98,7 +101,12 @@ class Importance:
     """
 
     def __init__(self, model: PreTrainedModel, batches: Sequence[Batch]) -> None:
-        """Measure on the batches."""
+        """Measure on the batches.
+
+        Raises:
+            ModelError: the model is not built as Llama and Qwen2 are.
+        """
+        require_plain_decoder(model)
         layers, norms = layer_stack(model), _all_norms(model)
         outputs = [layer.self_attn.o_proj for layer in layers]
         downs = [layer.mlp.down_proj for layer in layers]
@@ -115,6 +123,14 @@ class Importance:
         self.heads = torch.stack(
             [_carried(output, means[output].value).view(kv_heads, -1).sum(1).sqrt() for output in outputs]
         )
+
+    def of_layers(self, layers: Sequence[int]) -> "Importance":
+        """Return what a model of some of the layers has, as it was measured in the whole one."""
+        part = copy.copy(self)
+        part.heads, part.ffn = self.heads[list(layers)], self.ffn[list(layers)]
+        norms = [len(PRE_NORMS) * layer + number for layer in layers for number in range(len(PRE_NORMS))]
+        part.squares = [self.squares[norm] for norm in [*norms, -1]]
+        return part
 
 
 @final

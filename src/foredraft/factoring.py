@@ -1,0 +1,60 @@
+"""What the verb `low-rank` makes, from folder to folder."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from foredraft.checkpoint import DraftManifest
+from foredraft.compress.low_rank import cut_ranks
+from foredraft.compress.quantize import require_plain
+from foredraft.compress.units import Unit, search_units
+from foredraft.compressing import sample_answers
+from foredraft.core.errors import RecipeError
+from foredraft.core.files import refuse_existing
+from foredraft.core.progress import SILENT, Progress
+from foredraft.lineage import extended, manifest_for
+from foredraft.models.calibration import calibration_batches
+from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.reopened import refuse_changed_logits
+from foredraft.models.target import LocalTarget
+from foredraft.shrink_steps import LowRankStep
+from foredraft.trace.store import Trace
+
+
+def low_rank_draft(
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    step: LowRankStep,
+    out: Path,
+    progress: Progress = SILENT,
+) -> DraftManifest:
+    """Write a draft some of whose matrices have a lower rank, each as the plain matrix that its factors make.
+
+    The manifest's options hold, under "low_rank", what each matrix lost and what its factors would take.
+
+    Raises:
+        RecipeError: a pattern that matches no unit, or a rank that a matrix does not have.
+        ModelError: the draft is quantized already.
+        UserError: there are no answers to take inputs from.
+        OutputError: the folder exists already.
+    """
+    refuse_existing(out)
+    draft = load_draft(source, "float32")
+    manifest = extended(manifest_for(source, target), "low_rank", step)
+    require_plain(draft)
+    units = [unit for unit in search_units(draft.model) if unit.layer >= 0 and fnmatchcase(unit.name, step.units)]
+    if not units:
+        raise RecipeError(f"units: the pattern {step.units!r} matches no unit of a layer, such as layers.0.qkv.")
+    batches = calibration_batches(sample_answers(traces, target, step.answers)) if step.by == "inputs" else []
+    ranks = {unit.name: step.rank or _rank(draft, unit, step.share) for unit in units}
+    cut, cuts = cut_ranks(draft, ranks, batches, progress)
+    manifest = replace(manifest, options={**manifest.options, "low_rank": [asdict(one) for one in cuts]})
+    return save_draft(cut, out, manifest, target.tokenizer, refuse_changed_logits)
+
+
+def _rank(draft: Draft, unit: Unit, share: float) -> int:
+    """Return the largest rank at which the factors of every matrix of a unit hold at most that share of its weights."""
+    shapes = [draft.model.get_submodule(module).weight.shape for module in unit.modules]
+    return max(1, min(int(share * rows * columns / (rows + columns)) for rows, columns in shapes))
