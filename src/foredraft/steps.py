@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from foredraft.adaptive_step import AdaptiveStep as AdaptiveStep
 from foredraft.core.bits import checked_plan
 from foredraft.ngram_step import NgramStep as NgramStep
 from foredraft.settings import LawSettings, Settings
@@ -452,6 +453,7 @@ class Step(Settings):
         None, description="Another way of drafting with it: tree:max_nodes=16, confident:threshold=0.4."
     )
     law: LawStep | None = None
+    adaptive: AdaptiveStep | None = None
 
     @model_validator(mode="after")
     def _one_key(self) -> "Step":

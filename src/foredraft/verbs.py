@@ -28,6 +28,7 @@ from foredraft.lineage import blank_manifest, copy_files, extended, manifest_for
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.target import LocalTarget
+from foredraft.select.policies import read_policy
 from foredraft.steps import (
     HeadStep,
     InitStep,
@@ -112,7 +113,7 @@ def learns(step: Step) -> bool:
         case "law":
             return step.settings.is_fitted
         case verb:
-            return verb in ("distill", "adapt", "meta")
+            return verb in ("distill", "adapt", "meta", "adaptive")
 
 
 def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:
@@ -151,6 +152,8 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
             check_source(target, step.settings)
         case "wrap":
             read_wrapper(step.settings)
+        case "adaptive":
+            read_policy(step.settings.policy)
         case "distill":
             for loss in step.settings.losses:
                 read_loss(loss)
