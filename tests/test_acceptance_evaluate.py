@@ -11,6 +11,7 @@ import torch
 from foredraft.acceptance.evaluate import score, score_bound
 from foredraft.acceptance.fitting import fit_law
 from foredraft.acceptance.overlap import measure_overlap, overlap_bounds
+from foredraft.catalog import resolve
 from foredraft.core.errors import DrafterError, NonFiniteError, TraceError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw, law_probs
 from foredraft.core.protocols import Answer, EmittedProbs
@@ -133,3 +134,14 @@ def test_another_vocabulary_and_an_impossible_text_are_refused(tmp_path: Path) -
         )
     with pytest.raises(TraceError, match="holds no answers"):
         score("draft", MarkovDrafter(TABLE), build_trace(tmp_path / "none", [], PLAIN, vocab_size=VOCAB), [1])
+
+
+def test_what_learns_from_answers_is_scored_on_all_of_them_in_one(tmp_path: Path) -> None:
+    """However long the trace: the last of 70 answers says again what the first one said."""
+    texts = [list(range(40, 70)), *([100 + number, 200 - number, 3] for number in range(68))]
+    rows = [trace_row(f"{number:02}", [1, 2], text) for number, text in enumerate([*texts, texts[0]])]
+    trace = build_trace(tmp_path / "trace", rows, batch_size=32)
+    learner = resolve("drafters", "traffic")(272, capacity=1 << 14, segment=64)
+    first, *_, last = score("traffic", learner, trace, [2]).prompts
+    assert first.accepted_sum == 0.0
+    assert last.accepted_sum > 0.0

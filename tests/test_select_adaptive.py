@@ -14,7 +14,7 @@ from foredraft.decoding.speculative import Limits, decode
 from foredraft.drafters import load_drafter
 from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
 from foredraft.select.block_costs import BlockCosts
-from foredraft.select.policies import read_policy
+from foredraft.select.policies import Score, read_policy
 from foredraft.trace.store import Absent
 from tests.contract_drafter import check_drafter
 from tests.toys import Lookup, MarkovDrafter, MarkovSession
@@ -46,19 +46,23 @@ def test_a_fixed_choice_holds_the_contract_of_drafters() -> None:
 
 @pytest.mark.parametrize("policy", names("policies"))
 def test_replay_takes_the_path_that_decoding_takes(policy: str) -> None:
-    """Target calls and accepted tokens of two texts, decoded one after the other, equal those of their replay."""
+    """Target calls and accepted tokens of two texts, decoded one after the other, equal those of their replay.
+
+    Replayed again they are the same: replay starts cold and teaches the drafter nothing.
+    """
     table = 2 * torch.randn(25, 5, generator=torch.Generator().manual_seed(1))
     session, limits = MarkovSession(table, order=2), Limits(24)
     near = table + 1.5 * table.roll(1, 0)
     literal, replayed = (AdaptiveDrafter(portfolio(policy, near)) for _ in range(2))
-    for prompt in (torch.tensor([1, 2]), torch.tensor([4, 0])):
-        decoded = decode(session, literal, prompt, GREEDY, 3, limits, torch.Generator())
-        (emitted,) = replayed.replay([Answer(torch.cat([prompt, decoded.token_ids]), 2)], 3)
-        counts = replay_counts(*as_arrays(emitted), [3])
-        assert counts.calls[0] == decoded.target_calls
-        assert counts.accepted.sum() == decoded.accepted
-    assert replayed.controller.seconds == pytest.approx(literal.controller.seconds)
-    assert replayed.controller.tokens == literal.controller.tokens == 48
+    prompts = (torch.tensor([1, 2]), torch.tensor([4, 0]))
+    decoded = [decode(session, literal, prompt, GREEDY, 3, limits, torch.Generator()) for prompt in prompts]
+    answers = [Answer(torch.cat([prompt, one.token_ids]), 2) for prompt, one in zip(prompts, decoded, strict=True)]
+    for _ in range(2):
+        for one, emitted in zip(decoded, replayed.replay(answers, 3), strict=True):
+            counts = replay_counts(*as_arrays(emitted), [3])
+            assert counts.calls[0] == one.target_calls
+            assert counts.accepted.sum() == one.accepted
+    assert replayed.controller.tokens == 0
 
 
 def test_the_cap_of_a_block_is_kept() -> None:
@@ -92,7 +96,9 @@ def test_it_is_a_way_of_drafting() -> None:
     assert [drafter.portfolio.arms.label(arm) for arm in range(5)] == [
         "no speculation", "prompt-lookup x2", "prompt-lookup x6", "suffix-automaton x2", "suffix-automaton x6",
     ]  # fmt: skip
-    assert isinstance(load_drafter("prompt-lookup+adaptive:lengths=4", SPEAKER), AdaptiveDrafter)
+    weighed = load_drafter("prompt-lookup+adaptive:lengths=4,policy=score:speed=1;quality=0.2", SPEAKER)
+    assert isinstance(weighed, AdaptiveDrafter)
+    assert weighed.portfolio.policy == Score(speed=1.0, quality=0.2)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from foredraft.acceptance.cost import Costs, Seconds
@@ -17,6 +18,7 @@ from foredraft.acceptance.leaderboard import DrafterFacts, LawScores, build_repo
 from foredraft.acceptance.replay import Counts
 from foredraft.acceptance.report import AcceptanceReport, PromptCounts
 from foredraft.acceptance.wording import Figure
+from foredraft.cascading import with_cascades
 from foredraft.choosing import choice_table, choose_among, merged
 from foredraft.cli import app
 from foredraft.core.errors import UserError
@@ -26,7 +28,7 @@ from foredraft.core.protocols import Answer
 from foredraft.core.roofline import PassFacts
 from foredraft.select.adaptive import AdaptiveDrafter
 from foredraft.select.portfolio import best_portfolio, doubts, over_mix
-from foredraft.selection import costs_for
+from foredraft.selection_costs import costs_by_requests
 from foredraft.settings import SelectSettings, SimulateSettings
 from tests.toys import Lookup
 
@@ -54,6 +56,24 @@ def report(prompts: int = 20, **calls: tuple[float, float]) -> dict[str, Any]:
     scores = LawScores(SamplingLaw(), reports, Costs((seconds, seconds), blocks), {}, {16: slow})
     passes = PassFacts(2e8, 2e8, 2e8, 1e4, 1e4, 2, "bfloat16")
     facts = {name: DrafterFacts("causal-lm", 10**8, 10**8, passes=passes) for name in calls}
+    made = build_report(TARGET, [scores], facts)
+    made["laws"][0]["trace"] = "one trace"
+    return made
+
+
+def cascade_report(name: str, ratio: float, tokens: float) -> dict[str, Any]:
+    """One drafter of a cost ratio and of so many tokens per call at 4 draft tokens, fewer at 1; verifying is free."""
+    step, ks = Seconds(0.01, 0.01, 0.01), [1, 4]
+    prompts = [
+        PromptCounts(f"{index}", DOMAINS[index % 2], 120, 60.0, Counts(
+            np.array([90.0, 120 / tokens]), np.array([[90.0, 0, 0, 0], [120 / tokens] * 4]),
+            np.array([[30.0, 0, 0, 0], [30 - 30 / tokens] * 4]),
+        ))
+        for index in range(8)
+    ]  # fmt: skip
+    blocks = {name: {k: Seconds(*[0.01 * ratio * k] * 3) for k in ks}}
+    scores = LawScores(SamplingLaw(), {name: AcceptanceReport.of(ks, prompts)}, Costs((step,) * 5, blocks), {})
+    facts = {name: DrafterFacts("causal-lm", 10**8, 10**8)}
     made = build_report(TARGET, [scores], facts)
     made["laws"][0]["trace"] = "one trace"
     return made
@@ -129,9 +149,22 @@ def test_a_report_keeps_what_plain_steps_and_blocks_take_beside_the_models() -> 
     facts = {"a": DrafterFacts("causal-lm", 10**8, 10**8)}
     made = build_report(TARGET, [LawScores(SamplingLaw(), {"a": counted}, costs, {})], facts)
     answer = Answer(torch.tensor([1, 2, 3]), 1)
-    found = costs_for({"a": Lookup(5)}, answer, 1, SimulateSettings(lengths=[1]), made, temperature=1.0)
+    found = costs_by_requests({"a": Lookup(5)}, answer, 1, SimulateSettings(lengths=[1]), made, temperature=1.0)[1]
     assert found.plain == pytest.approx(costs.plain_seconds)
     assert found.drafts[0, 1] + found.target[1] + found.overhead == pytest.approx(costs.block_seconds("a", 1))
+
+
+def test_a_simulation_goes_by_the_times_of_the_batch_size_that_it_is_asked_for() -> None:
+    made, answer, drafters = report(a=(60, 60)), Answer(torch.tensor([1, 2, 3]), 1), {"a": Lookup(5)}
+    found = costs_by_requests(drafters, answer, 1, SimulateSettings(lengths=[1], batch_size=16), made)
+    assert {requests: one.target[1] for requests, one in found.items()} == {1: 0.01, 16: 0.03}
+    with pytest.raises(UserError, match="did not time 8 requests together, only 1, 16"):
+        costs_by_requests(drafters, answer, 1, SimulateSettings(lengths=[1], batch_size=8), made)
+    unmeasured = SimulateSettings(lengths=[1], batch_size=8, target_seconds=1.0, target_growth=0.1)
+    guessed = costs_by_requests(drafters, answer, 1, unmeasured, None)
+    assert guessed[1].target.tolist() == pytest.approx([1.0, 1.1])
+    assert guessed[8].target.tolist() == pytest.approx([1.7, 2.5])
+    assert guessed[8].drafts[0, 1] == pytest.approx(8 * guessed[1].drafts[0, 1])
 
 
 def test_a_report_says_what_holds_of_a_drafter_that_chooses() -> None:
@@ -255,4 +288,56 @@ def test_the_verb_takes_several_reports(tmp_path: Path) -> None:
     assert "Best portfolio: a + b" not in CliRunner().invoke(app, words).stdout
     refused = CliRunner().invoke(app, [*words, "--policy", "hedge"])
     assert isinstance(refused.exception, UserError)
-    assert "--out go with --simulate" in str(refused.exception)
+    assert "--html go with --simulate" in str(refused.exception)
+
+
+def test_a_cascade_is_predicted_by_the_formula_and_can_win() -> None:
+    """S = tokens / (1 + k rho / s + o), s from the middle model's own report at shorter blocks; chains grow."""
+    main, small = cascade_report("draft", 0.4, 3.0), cascade_report("lookup", 0.01, 2.0)
+    entries = {one["name"]: one for one in with_cascades(main, {"draft": small})["laws"][0]["drafters"]}
+    assert list(entries) == ["draft", "lookup > draft"]
+    own = small["laws"][0]["drafters"][0]["predicted_speedup"]
+    for k, faster in (("1", 1.0), ("4", max(own["1"], 1.0) if "4" in own else 1.0)):
+        tokens = entries["draft"]["mean_tokens_per_call"][k]
+        wanted = tokens / (1 + int(k) * 0.4 / min(faster, int(k)))
+        assert entries["lookup > draft"]["predicted_speedup"][k] == pytest.approx(wanted)
+    assert entries["lookup > draft"]["bytes"] == 2 * 10**8
+    chosen = choose_among([main], ROOMY, {"draft": small})
+    assert chosen["drafter"] == "lookup > draft"
+    assert chosen["predicted_speedup"] > choose_among([main], ROOMY)["predicted_speedup"]
+    light = cascade_report("light", 0.1, 2.0)
+    chain = choose_among([main], ROOMY, {"draft": light, "light": small})
+    assert "lookup > light > draft" in chain["speedups"]
+    assert "> draft" in choice_table(chain)
+    refused = choose_among([main], SelectSettings(memory_fraction=0.9, runtime="transformers"), {"draft": small})
+    assert "Transformers runs no cascade drafter" in refused["reasons"]["lookup > draft"]
+
+
+def test_cascades_of_unknown_drafters_other_laws_and_circles_are_refused() -> None:
+    main, small = cascade_report("draft", 0.4, 3.0), cascade_report("lookup", 0.01, 2.0)
+    with pytest.raises(UserError, match="--cascade draught: no report scores a drafter of that name. Known: draft"):
+        choose_among([main], ROOMY, {"draught": small})
+    with pytest.raises(UserError, match="draft are drafted for by each other"):
+        choose_among([main], ROOMY, {"draft": cascade_report("draft", 0.1, 2.0)})
+    other = copy.deepcopy(small)
+    other["laws"][0]["temperature"] = 0.5
+    with pytest.raises(UserError, match="its report was not scored under T=1"):
+        choose_among([main], ROOMY, {"draft": other})
+
+
+def test_energy_is_a_limit_and_the_nearest_miss_is_named() -> None:
+    """At 50 W a plain token of 10 ms takes .5 J, and a drafter that is faster takes less."""
+    made = report(a=(60, 60), b=(70, 70))
+    free = choose_among([made], SelectSettings(memory_fraction=0.9, watts=50))
+    joules = {name: one["joules"] for name, one in free["speedups"].items()}
+    assert joules["a"] == pytest.approx(0.5 / free["speedups"]["a"]["value"])
+    between = (joules["a"] + joules["b"]) / 2
+    thrifty = choose_among([made], SelectSettings(memory_fraction=0.9, watts=50, max_joules=between))
+    assert thrifty["drafter"] == "a"
+    assert f"J a token at 50 W, and max_joules allows {between:g}" in thrifty["reasons"]["b"]
+    none = choose_among([made], SelectSettings(memory_fraction=0.9, watts=50, max_joules=0.01))
+    assert none["drafter"] == ""
+    assert "no candidate that fits keeps max_joules=0.01. The nearest is a: " in none["sentence"]
+    assert "plain decoding 0.5 J" in none["sentence"]
+    with pytest.raises(ValidationError, match="max_joules needs watts"):
+        SelectSettings(max_joules=1.0)

@@ -30,16 +30,19 @@ def table(folder: Path, seed: int) -> Path:
 
 def test_it_comes_back_as_it_was_and_notices_every_change(tmp_path: Path) -> None:
     draft, path = table(tmp_path / "draft", 0), tmp_path / "selection.json"
-    costs = BlockCosts.by_ratio([0.1, 0.01], 4, 0.1)
-    save_selection(
-        path, Saved.of(SPEAKER, {"table": str(draft), "copy": "prompt-lookup"}, (2, 4), "ucb:width=1", costs)
-    )
+    costs = {requests: BlockCosts.by_ratio([0.1, 0.01], 4, 0.1, requests) for requests in (1, 16)}
+    specs = {"table": str(draft), "copy": "prompt-lookup"}
+    save_selection(path, Saved.of(SPEAKER, specs, (2, 4), "ucb:width=1", costs, target_bytes=10**6))
     found = load_drafter(str(path), SPEAKER)
     assert found.kind == "adaptive"
     assert list(found.portfolio.drafters) == ["table", "copy"]
     assert found.portfolio.lengths == (2, 4)
     assert found.portfolio.policy.width == 1.0
-    assert np.array_equal(found.portfolio.costs[1].drafts, costs.drafts)
+    for requests, known in ((1, 1), (15, 1), (16, 16), (40, 16)):
+        kept = found.portfolio.costs_of(requests)
+        assert np.array_equal(kept.drafts, costs[known].drafts)
+        assert np.array_equal(kept.target, costs[known].target)
+    assert found.portfolio.target_bytes == 10**6
     with pytest.raises(OutputError, match="never overwritten"):
         save_selection(path, Saved.of(SPEAKER, {"copy": "prompt-lookup"}, (2,), "ucb", costs))
     with pytest.raises(UserError, match=r"was chosen for tiny \(f\), the target is tiny \(g\)"):

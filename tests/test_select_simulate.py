@@ -1,5 +1,6 @@
 """Laws of the simulation: paths, oracles and fixed arms over recorded traffic, and what policies make of a shift."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ from foredraft.select.simulate import (
     simulate,
 )
 from foredraft.select.walk import Recorded, walk
-from foredraft.selection import simulate_policies, simulation_table
+from foredraft.selection import simulate_policies
+from foredraft.selection_table import simulation_table
 from foredraft.settings import SimulateSettings
 from tests.toys import Lookup, MarkovDrafter
 from tests.traces import build_trace, trace_row
@@ -182,6 +184,22 @@ def test_as_the_batch_grows_the_length_goes_to_zero() -> None:
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > 3
     assert lengths[-1] < 0.1
+
+
+def test_memory_is_weighed_where_the_targets_is_known() -> None:
+    """Of two drafters the better one takes half of the target's memory, which is worth more than its speed."""
+    stream = replace(traffic(made_up([(0.9, 0.6, 400)])), num_bytes=(50, 0))
+    policy = read_policy("score:speed=1,resource=20")
+    for target_bytes, drafter in ((0, 0), (100, 1)):
+        run = simulate(stream, policy, COSTS, LENGTHS, target_bytes=target_bytes)
+        late = Arms.of(stream.names, LENGTHS).drafter[run.arms[0][50:]]
+        assert (late == drafter).mean() > 0.9
+
+
+def test_ratios_of_several_requests_make_verifying_cost_and_leave_the_share_of_a_draft_step() -> None:
+    one, many = (BlockCosts.by_ratio([0.1], 4, 0.02, requests) for requests in (1, 32))
+    assert one.drafts[0, 1] / one.target[0] == pytest.approx(many.drafts[0, 1] / many.target[0])
+    assert many.target[4] / many.target[0] > 2.0 > one.target[4] / one.target[0]
 
 
 def test_the_largest_rate_has_the_length_of_the_marginal_rule() -> None:

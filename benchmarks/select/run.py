@@ -31,7 +31,8 @@ from foredraft.select.policies import read_policy
 from foredraft.select.simulate import Traffic, fixed_runs, record, simulate
 from foredraft.select.walk import Path as Blocks
 from foredraft.select.walk import Recorded, walk
-from foredraft.selection import References, costs_for, named_spec
+from foredraft.selection import References, named_spec
+from foredraft.selection_costs import costs_by_requests
 from foredraft.settings import SimulateSettings
 from foredraft.steps import NgramStep
 from foredraft.trace.store import absent_target, open_trace
@@ -47,11 +48,14 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--drafter", action="append", default=[])
     parser.add_argument("--teach", type=Path)
+    parser.add_argument("--not-in", type=Path, action="append", default=[], help="traces whose prompts are left out")
     parser.add_argument("--limit", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     traces = [open_trace(folder) for folder in options.trace]
-    rows = [row for trace in traces for row in trace.rows(tops=False) if len(row.answer_ids)]
+    known = {row.prompt_id for folder in options.not_in for row in open_trace(folder).rows(tops=False)}
+    answered = (row for trace in traces for row in trace.rows(tops=False) if len(row.answer_ids))
+    rows = [row for row in answered if row.prompt_id not in known]
     rows = sorted(rows, key=lambda row: hashlib.sha256(row.id.encode()).hexdigest())[: options.limit or None]
     speaker, law = absent_target(traces), traces[0].info.law
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +67,8 @@ def main() -> None:
         traffic = record(drafters, rows, max(LENGTHS))
         replayed = time.perf_counter() - began
         settings = SimulateSettings(lengths=list(LENGTHS))
-        costs = costs_for(drafters, rows[0].answer(), max(LENGTHS), settings, read_report(options.report))
+        report = read_report(options.report)
+        costs = costs_by_requests(drafters, rows[0].answer(), max(LENGTHS), settings, report, law.temperature)[1]
     result = {"law": str(law), "target": speaker.name, "replay_seconds": replayed, **measured(traffic, costs)}
     name = f"T{law.temperature:g}"
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

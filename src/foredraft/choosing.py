@@ -6,6 +6,7 @@ from typing import Any
 
 from foredraft.acceptance.leaderboard import noise_warnings
 from foredraft.acceptance.wording import Figure, interval, size, times
+from foredraft.cascading import with_cascades
 from foredraft.core.errors import UserError
 from foredraft.core.pareto import pareto_front
 from foredraft.select.offline import NO_SPECULATION, CandidateFigures, choose, harmonic_mean, over_laws
@@ -20,7 +21,9 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
             "The report has no costs, since the target was not there to be timed: score the drafters with --target, "
             "or choose by mean_tokens_per_call and the times of your own server."
         )
-    figures = over_laws([[_figures(entry, settings) for entry in law["drafters"]] for law in report["laws"]])
+    figures = over_laws([[_figures(entry, law, settings) for entry in law["drafters"]] for law in report["laws"]])
+    if settings.max_joules and not all(one.plain_seconds for one in figures):
+        raise UserError("max_joules needs the times of target steps, and the report keeps none: evaluate again.")
     selection = choose(figures, settings, required_bytes(report["target"], settings))
     speedup = selection.predicted_speedup
     laws = " and ".join(law["label"] for law in report["laws"])
@@ -40,6 +43,7 @@ def choose_from(report: Mapping[str, Any], settings: SelectSettings) -> dict[str
                 "k": one.best_k,
                 "value": one.best.value,
                 "interval": [one.best.low, one.best.high] if one.best.has_interval else None,
+                "joules": one.joules(settings.watts) if settings.watts else None,
             }
             for one in figures
         },
@@ -79,14 +83,21 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "laws": laws, "paired": [pair for report in reports for pair in report.get("paired", ())]}
 
 
-def choose_among(reports: Sequence[Mapping[str, Any]], settings: SelectSettings) -> dict[str, Any]:
+def choose_among(
+    reports: Sequence[Mapping[str, Any]],
+    settings: SelectSettings,
+    inner: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Return the selection over all reports, with what it rests on.
+
+    Args:
+        inner: Reports of drafters as targets, by their names: cascades stand in the choice too (see cascading.py).
 
     Raises:
         UserError: reports that do not belong together, or one without costs; a batch size that was not timed; a mix of
             domains that were not scored.
     """
-    report = merged(reports)
+    report = with_cascades(merged(reports), inner or {}, settings.batch_size)
     chosen = choose_from(report, settings)
     by_domain = [row for law in report["laws"] for row in _law_rows(law)]
     entries = report["laws"][0]["drafters"]
@@ -155,6 +166,8 @@ def _law_rows(law: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for batch in law["batch"]:
         for entry in law["drafters"]:
+            if batch not in entry["batch"]:
+                continue
             for domain in ("", *sorted(entry["domains"])):
                 part = entry["domains"][domain] if domain else entry
                 speedup = _speedups(law, entry, part, batch)
@@ -242,7 +255,7 @@ def _predicted_speedup(entry: Mapping[str, Any], settings: SelectSettings) -> Ma
     return timed[str(settings.batch_size)]["predicted_speedup"]
 
 
-def _figures(entry: Mapping[str, Any], settings: SelectSettings) -> CandidateFigures:
+def _figures(entry: Mapping[str, Any], law: Mapping[str, Any], settings: SelectSettings) -> CandidateFigures:
     bounds = entry["interval"]["mean_tokens_per_call"]
     return CandidateFigures(
         entry["name"],
@@ -253,7 +266,15 @@ def _figures(entry: Mapping[str, Any], settings: SelectSettings) -> CandidateFig
         entry["head_rows"],
         entry["twin"],
         entry["has_int8_body"],
+        _plain_seconds(law, settings),
     )
+
+
+def _plain_seconds(law: Mapping[str, Any], settings: SelectSettings) -> float:
+    """Return the time of a token of plain decoding, of all requests decoded together."""
+    timed = {**law, **(law.get("batch") or {}).get(str(settings.batch_size), {})}
+    step = (timed.get("target_seconds") or {}).get("1", 0.0) + (timed.get("plain_overhead_seconds") or 0.0)
+    return step / settings.batch_size
 
 
 def _exportable(figures: Sequence[CandidateFigures], winner: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from foredraft.checkpoint import MANIFEST
 from foredraft.core.errors import CapabilityError, UnknownNameError, UserError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.options import read_options
-from foredraft.core.protocols import Drafter, Observer, Speaker, TextReader
+from foredraft.core.protocols import Drafter, Observer, Speaker, TextReader, WeighsMemory
 from foredraft.lineage import manifest_for
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
@@ -47,8 +47,15 @@ def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) ->
                 "leave one of the two out."
             )
         drafter = wrapped
-    if isinstance(drafter, TextReader) and isinstance(target, LocalTarget):
-        return drafter.reading(partial(target.tokenizer.decode, skip_special_tokens=True))
+    return _informed(drafter, target) if isinstance(target, LocalTarget) else drafter
+
+
+def _informed(drafter: Drafter, target: LocalTarget) -> Drafter:
+    """Return a drafter that knows of the target what it can make use of."""
+    if isinstance(drafter, WeighsMemory):
+        drafter = drafter.beside(target.num_bytes)
+    if isinstance(drafter, TextReader):
+        drafter = drafter.reading(partial(target.tokenizer.decode, skip_special_tokens=True))
     return drafter
 
 

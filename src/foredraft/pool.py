@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
@@ -14,23 +14,21 @@ from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
 from foredraft.choosing import choose_from
+from foredraft.collecting import collected, prompts_to_score, writer_of
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import UserError
 from foredraft.core.files import whole_file, write_json
-from foredraft.core.law import SamplingLaw
 from foredraft.core.processes import processes
 from foredraft.core.progress import SILENT, Prefixed, Progress
-from foredraft.core.protocols import Drafter, Target
+from foredraft.core.protocols import Drafter
 from foredraft.corpora import build_drafter
-from foredraft.models.remote.target import connect
-from foredraft.models.remote.twin import ServedTwin
 from foredraft.models.target import LocalTarget, load_target
+from foredraft.portfolios import make_portfolio
 from foredraft.recipe import Recipe, parse_recipe
 from foredraft.scoring import Contender, evaluate
 from foredraft.settings import EvaluateSettings, TraceSettings
 from foredraft.steps import Step
-from foredraft.trace.collect import collect
-from foredraft.trace.prompts import Prompt, prompts_digest, read_prompts
+from foredraft.trace.prompts import Prompt
 from foredraft.trace.split import Split, split_sources
 from foredraft.trace.store import Absent, Trace, open_trace
 from foredraft.workspace import Workspace
@@ -124,9 +122,9 @@ def evaluate_drafters(
     if isinstance(text, TraceSettings):
         if isinstance(target, Absent):
             raise UserError("Prompts need a target that answers them: name it (--target), or give traces (--trace).")
-        prompts = _to_score(text)
-        writer = _writer(target, text)
-        text = [_collected(workspace, target, writer, text, "eval", prompts, law.law(), progress) for law in text.laws]
+        prompts = prompts_to_score(text)
+        writer = writer_of(target, text)
+        text = [collected(workspace, target, writer, text, "eval", prompts, law.law(), progress) for law in text.laws]
     report = evaluate(target, contenders, text, settings, workspace, progress)
     if server is not None:
         report["server"] = beside(server, report)
@@ -147,7 +145,7 @@ class _Run:
         self.target = target
         self.progress = progress
         self.trust_remote_code = trust_remote_code
-        self._writer = _writer(target, recipe.trace)
+        self._writer = writer_of(target, recipe.trace)
         self._made: dict[str, Made] = {}
         self._held_out: Sequence[Prompt] = ()
         self._stage_number = 0
@@ -177,8 +175,8 @@ class _Run:
 
     def _traces(self, part: str, prompts: Sequence[Prompt]) -> list[Trace]:
         settings, laws = self.recipe.trace, [law.law() for law in self.recipe.trace.laws]
-        collected = partial(_collected, self.workspace, self.target, self._writer, settings, part, prompts)
-        return [collected(law, self._numbered(f"{part} prompts:")) for law in (laws if prompts else [])]
+        one = partial(collected, self.workspace, self.target, self._writer, settings, part, prompts)
+        return [one(law, self._numbered(f"{part} prompts:")) for law in (laws if prompts else [])]
 
     def _numbered(self, what: str) -> Progress:
         """Return the progress of the next stage, which says how many there are."""
@@ -223,6 +221,8 @@ class _Run:
     def _follow(self, name: str, step: Step, made: Made, train: Sequence[Trace]) -> Made:
         if step.verb == "wrap":
             return Made(f"{made.spec}+{step.settings}", digest_of([made.key, step.settings]))
+        if step.verb == "adaptive":
+            return self._choose_among(name, step, made, train)
         source, settings, progress = made.folder, step.settings, self._numbered(f"{name}:")
         make: dict[str, Callable[[Path], Any]] = {
             "distill": lambda out: trainings.distill_draft(
@@ -252,9 +252,21 @@ class _Run:
         learnt += _keys([open_trace(folder) for folder in settings.buffer]) if step.verb == "adapt" else []
         return self._stage(name, step, digest_of([made.key, *learnt]), make[step.verb])
 
-    def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any]) -> Made:
+    def _choose_among(self, name: str, step: Step, first: Made, train: Sequence[Trace]) -> Made:
+        """Write the selection of an adaptive candidate, whose drafters are other candidates."""
+        made = {self.recipe.candidates[name][0].settings: first}
+        made |= {other: self._make(other, train) for other in step.settings.others}
+        specs = {member: one.spec for member, one in made.items()}
+        inputs = digest_of([*(one.key for one in made.values()), *_keys(train[:1])])
+        progress = self._numbered(f"{name}:")
+        return self._stage(
+            name, step, inputs,
+            lambda out: make_portfolio(specs, self.target, train[0], step.settings, out, progress), ".json",
+        )  # fmt: skip
+
+    def _stage(self, name: str, step: Step, inputs: str, make: Callable[[Path], Any], suffix: str = "") -> Made:
         key = digest_of([step.verb, step.settings.model_dump(mode="json"), inputs])
-        path = self.workspace.root / "drafts" / name / f"{step.verb}-{key[:8]}"
+        path = self.workspace.root / "drafts" / name / f"{step.verb}-{key[:8]}{suffix}"
         self.workspace.stage(f"{step.verb} {name}", key, path, make)
         return Made(str(path), key)
 
@@ -296,52 +308,8 @@ class _Run:
         return folders
 
 
-def _collected(
-    workspace: Workspace,
-    target: LocalTarget,
-    writer: Callable[[], Target],
-    settings: TraceSettings,
-    part: str,
-    prompts: Sequence[Prompt],
-    law: SamplingLaw,
-    progress: Progress,
-) -> Trace:
-    numbers = settings.model_dump(include={"max_new_tokens", "top", "batch_size", "seed"})
-    inputs = [target.fingerprint, target.tokenizer_fingerprint, prompts_digest(prompts), str(law), numbers]
-    key = digest_of([*inputs, "served"] if settings.server else inputs)
-    path = workspace.root / "traces" / f"{part}-{str(law).replace(' ', '-').replace('=', '')}-{key[:8]}"
-    workspace.stage(
-        f"collect {part} {law}",
-        key,
-        path,
-        lambda out: collect(writer(), prompts, settings, law, out, progress),
-        lambda out: out.exists() and open_trace(out).info.complete,
-    )
-    return open_trace(path)
-
-
-def _writer(target: LocalTarget, settings: TraceSettings) -> Callable[[], Target]:
-    """Return what connects, when it is first asked, to whoever writes the target's answers."""
-
-    @cache
-    def writer() -> Target:
-        if settings.server is None:
-            return target
-        where = settings.server
-        return ServedTwin.of(target, connect(where.url, str(target.path), where.model, where.in_flight))
-
-    return writer
-
-
 def _itself(drafter: Drafter) -> Drafter:
     return drafter
-
-
-def _to_score(settings: TraceSettings) -> Sequence[Prompt]:
-    """Return all prompts, or as many as `eval` asks for, balanced over domains."""
-    if any(source.eval for source in settings.prompts):
-        return split_sources(settings.prompts, settings.seed).eval
-    return [prompt for source in settings.prompts for prompt in read_prompts(source)]
 
 
 def _publish(workspace: Workspace, report: dict[str, Any]) -> None:

@@ -44,12 +44,26 @@ class Recipe(Settings):
                         else (f"step {position + 1} ({step.verb}) can only come first")
                     )
                     raise ValueError(f"candidate {name!r} {where}")
+                if position and steps[position - 1].verb == "adaptive":
+                    raise ValueError(f"candidate {name!r}: {step.verb} cannot follow adaptive, which comes last")
+                if step.verb == "adaptive":
+                    self._require_known(name, position, step.settings.others)
                 if position and steps[position - 1].verb == "wrap" and step.verb != "wrap":
                     raise ValueError(f"candidate {name!r}: {step.verb} cannot follow wrap, which changes no file")
                 if step.verb == "from" and step.source not in self.candidates:
                     raise ValueError(f"candidate {name!r} starts from {step.source!r}, which is no candidate")
-        _refuse_cycles({name: steps[0].source for name, steps in self.candidates.items()})
+        _refuse_cycles({name: _sources(steps) for name, steps in self.candidates.items()})
         return self
+
+    def _require_known(self, name: str, position: int, others: Sequence[str]) -> None:
+        """Refuse an adaptive candidate that does not say which candidates it chooses among."""
+        if position != 1 or self.candidates[name][0].verb != "from":
+            raise ValueError(f"candidate {name!r}: adaptive comes second, behind the candidate that it starts from")
+        if unknown := [other for other in others if other not in self.candidates]:
+            raise ValueError(f"candidate {name!r} chooses {unknown[0]!r}, which is no candidate")
+        members = [self.candidates[name][0].source, *others]
+        if len(set(members)) < len(members):
+            raise ValueError(f"candidate {name!r} names a candidate twice")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -196,11 +210,14 @@ def _put(data: Any, keys: Sequence[str], value: Any) -> None:
             data = data[where]
 
 
-def _refuse_cycles(sources: dict[str, str | None]) -> None:
-    for name in sources:
-        path, at = [name], sources[name]
-        while at is not None:
-            if at in path:
-                raise ValueError(f"candidates start from each other: {' -> '.join([*path, at])}")
-            path.append(at)
-            at = sources[at]
+def _sources(steps: Sequence[Step]) -> list[str]:
+    """Return the candidates that one is made of."""
+    start = [steps[0].source] if steps[0].source else []
+    return start + [other for step in steps if step.verb == "adaptive" for other in step.settings.others]
+
+
+def _refuse_cycles(sources: dict[str, list[str]], path: tuple[str, ...] = ()) -> None:
+    for name in sources[path[-1]] if path else sources:
+        if name in path:
+            raise ValueError(f"candidates start from each other: {' -> '.join([*path, name])}")
+        _refuse_cycles(sources, (*path, name))

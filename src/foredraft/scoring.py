@@ -199,7 +199,7 @@ class _Evaluation:
                 f"time {law}",
                 inputs,
                 lambda: measure_costs(
-                    target, bound, _timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
+                    target, bound, timing_text(trace), law, settings.num_draft_tokens, settings.cost_repeats,
                     self._progress,
                 ).to_json(),
             )
@@ -247,7 +247,7 @@ class _Evaluation:
                 f"batch {law} {rows}",
                 [{name: one.key for name, one in self._contenders.items()}, trace.digest, rows, lengths],
                 lambda: measure_batch(
-                    target, bound, _timing_text(trace)[-settings.batch_context :], law,
+                    target, bound, timing_text(trace)[-settings.batch_context :], law,
                     settings.num_draft_tokens, rows, single, settings.cost_repeats, self._progress,
                 ).to_json(),
             )
@@ -302,7 +302,8 @@ def _best_k(costs: Costs, name: str, report: AcceptanceReport) -> int:
     )
 
 
-def _timing_text(trace: Trace) -> Int[Tensor, " tokens"]:
+def timing_text(trace: Trace) -> Int[Tensor, " tokens"]:
+    """Return the end of the longest prompt with its answer, which steps are timed on."""
     texts = [row.answer().token_ids for row in trace.rows(tops=False)]
     return max(texts, key=len)[-_TIMING_TOKENS:]
 

@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from foredraft.core.errors import UserError
 from foredraft.core.own_law import bound_for
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Answer, Drafter, Observer
 from foredraft.drafters import load_drafter
 from foredraft.select.arms import Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.policies import read_policy
 from foredraft.select.saved import Saved, require_free, save_selection
 from foredraft.select.simulate import Run, Traffic, fixed_runs, position_oracle, record, request_oracle, simulate
+from foredraft.selection_costs import costs_by_requests
 from foredraft.settings import SimulateSettings
 from foredraft.trace.store import Trace, absent_target
 
-_TIMED = 24
 _STRETCHES = 12  # parts of the stream that the choice over time is shown in
 
 
@@ -75,18 +73,22 @@ def simulate_policies(
     answered = (row for trace in traces for row in trace.rows(tops=False) if len(row.answer_ids))
     rows = list(islice(answered, settings.limit or None))
     traffic = record(drafters, rows, arms.longest, seed=settings.seed, progress=progress)
-    costs = costs_for(drafters, rows[0].answer(), arms.longest, settings, report, law.temperature)
+    by_requests = costs_by_requests(drafters, rows[0].answer(), arms.longest, settings, report, law.temperature)
+    costs, target_bytes = by_requests[settings.batch_size], _target_bytes(report, settings)
     references = References.of(traffic, costs, settings.lengths)
     found = []
     with progress.task("simulating", float(len(chosen)), "policies") as task:
         for name, policy in chosen.items():
             began = time.perf_counter()
-            run = simulate(traffic, policy, costs, settings.lengths, settings.seed, settings.deciding_seconds)
+            run = simulate(
+                traffic, policy, costs, settings.lengths, settings.seed, settings.deciding_seconds,
+                target_bytes=target_bytes,
+            )  # fmt: skip
             found.append(references.described(name, run, arms) | {"wall_seconds": time.perf_counter() - began})
             task.advance()
     if out is not None:
         fastest = max(found, key=lambda one: one["tokens_per_second"])["policy"]
-        save_selection(out, Saved.of(speaker, named, settings.lengths, fastest, costs))
+        save_selection(out, Saved.of(speaker, named, settings.lengths, fastest, by_requests, target_bytes))
     return {
         "target": speaker.name,
         "law": str(law),
@@ -96,12 +98,17 @@ def simulate_policies(
         "lengths": list(settings.lengths),
         "costs": {
             "measured": report is not None,
+            "batch_size": settings.batch_size,
             "target_seconds": costs.target.tolist(),
             "draft_seconds": dict(zip(drafters, costs.drafts.tolist(), strict=True)),
         },
         **references.to_json(arms),
         "policies": found,
     }
+
+
+def _target_bytes(report: Mapping[str, Any] | None, settings: SimulateSettings) -> int:
+    return settings.target_bytes or int(report["target"].get("bytes", 0) if report else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +132,13 @@ class References:
 
     def to_json(self, arms: Arms) -> dict[str, Any]:
         return {
-            "best_fixed": {"arm": arms.label(self.best), **self._figures(self.fixed[self.best])},
+            "best_fixed": {
+                "arm": arms.label(self.best),
+                **self._figures(self.fixed[self.best]),
+                "domains": self._over_plain(self.fixed[self.best]),
+            },
             "plain": self._figures(self.fixed[0]),
-            "request_oracle": self._figures(self.by_request),
+            "request_oracle": {**self._figures(self.by_request), "domains": self._over_plain(self.by_request)},
             "position_oracle": self._figures(self.by_position),
             "fixed": [{"arm": arms.label(arm), **self._figures(run)} for arm, run in enumerate(self.fixed)],
         }
@@ -170,54 +181,16 @@ class References:
             "over_plain": float(self.fixed[0].seconds.sum() / run.seconds.sum()),
         }
 
+    def _over_plain(self, run: Run) -> dict[str, float]:
+        """Return the speed / that of plain decoding by domain."""
+        plain = self.fixed[0].seconds
+        return {domain: float(plain[own].sum() / run.seconds[own].sum()) for domain, own in self._domains().items()}
+
     def _domains(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for index, answer in enumerate(self.traffic.answers):
             found.setdefault(answer.domain, []).append(index)
         return found
-
-
-def simulation_table(found: Mapping[str, Any]) -> str:
-    """Return a simulation as text: references, policies, and for each policy its choice by domain and over time."""
-    lines = [
-        f"{found['tokens']} tokens of {found['answers']} answers by {found['target']}, {found['law']}; "
-        + ("measured costs." if found["costs"]["measured"] else "costs as given, none was measured for the target."),
-        "",
-        _row("", "tok/s", "tok/call", "x plain", "x best fixed", "of oracle", "regret s"),
-    ]
-    best = found["best_fixed"]["tokens_per_second"]
-    oracle = found["request_oracle"]["tokens_per_second"]
-    for name in ("plain", "best_fixed", "request_oracle", "position_oracle"):
-        one = found[name]
-        label = one.get("arm", name.replace("_", " "))
-        lines.append(_figures(f"{label} (fixed)" if name == "best_fixed" else label, one, best, oracle, ""))
-    for one in found["policies"]:
-        lines.append(_figures(one["policy"], one, best, oracle, f"{one['regret_seconds']:+.2f}"))
-    for one in found["policies"]:
-        lines += ["", f"{one['policy']}, by domain:"]
-        for domain, part in one["domains"].items():
-            lines.append(f"  {domain:18.18} {part['over_plain']:5.2f}x plain  {_words(part['chosen'])}")
-        lines += ["  over time:"]
-        for part in one["over_time"]:
-            lines.append(f"  {part['answers']:6} answers {part['regret_seconds']:+9.2f} s  {_words(part['chosen'])}")
-    return "\n".join(lines)
-
-
-def _figures(label: str, one: Mapping[str, Any], best: float, oracle: float, regret: str) -> str:
-    rate = one["tokens_per_second"]
-    return _row(
-        label, f"{rate:.2f}", f"{one['mean_tokens_per_call']:.2f}", f"{one['over_plain']:.2f}", f"{rate / best:.3f}",
-        f"{rate / oracle:.3f}", regret,
-    )  # fmt: skip
-
-
-def _row(label: str, *cells: str) -> str:
-    return f"{label:34.34}" + "".join(f"{cell:>13}" for cell in cells)
-
-
-def _words(chosen: Mapping[str, float]) -> str:
-    ranked = sorted(chosen.items(), key=lambda pair: -pair[1])[:3]
-    return ", ".join(f"{label} {share:.0%}" for label, share in ranked)
 
 
 def _shares(arms_of_blocks: Sequence[np.ndarray], arms: Arms) -> dict[str, float]:
@@ -229,50 +202,3 @@ def named_spec(spec: str) -> tuple[str, str]:
     """Read `name=spec`; a spec alone is its own name."""
     name, separator, rest = spec.partition("=")
     return (name, rest) if separator and name.replace("-", "").replace("_", "").isalnum() else (spec, spec)
-
-
-def costs_for(
-    drafters: Mapping[str, Drafter],
-    answer: Answer,
-    longest: int,
-    settings: SimulateSettings,
-    report: Mapping[str, Any] | None,
-    temperature: float = 0.0,
-) -> BlockCosts:
-    """Return the report's times; of drafters that it does not hold, those with a model are priced by ratio."""
-    law: Mapping[str, Any] = {"target_seconds": {}, "drafters": [], "overhead_seconds": 0.0}
-    if report:
-        same = [one for one in report["laws"] if one["temperature"] == temperature]
-        law = (same or report["laws"])[0]
-    if report and not law["target_seconds"]:
-        raise UserError("The report has no cost: score the drafters with --target, so that steps are timed.")
-    steps = law["target_seconds"] or {
-        str(n): settings.target_seconds * (1 + settings.target_growth * (n - 1)) for n in range(1, longest + 2)
-    }
-    entries = {entry["name"]: entry["draft_seconds"] for entry in law["drafters"]}
-    for name, drafter in drafters.items():
-        if name not in entries:
-            per_token = settings.cost_ratio * steps["1"]
-            timed = {"1": per_token, str(longest): longest * per_token}
-            entries[name] = timed if drafter.num_parameters else _timed(drafter, answer, longest)
-    priced = {
-        "target_seconds": steps,
-        "overhead_seconds": law["overhead_seconds"],
-        "plain_overhead_seconds": law.get("plain_overhead_seconds"),
-        "drafters": [{"name": name, "draft_seconds": seconds} for name, seconds in entries.items()],
-    }
-    return BlockCosts.of_report(priced, list(drafters), longest)
-
-
-def _timed(drafter: Drafter, answer: Answer, longest: int) -> dict[str, float]:
-    """Return the median seconds of a whole proposal, for one token and for the longest block."""
-    own = drafter.bind(drafter.law) if not isinstance(drafter, Observer) else drafter
-    generator, found = torch.Generator(), {}
-    for k in (1, longest):
-        seconds = []
-        for end in range(answer.start, min(answer.start + _TIMED, len(answer.token_ids))):
-            began = time.perf_counter()
-            own.propose(answer.token_ids[:end], k, generator)
-            seconds.append(time.perf_counter() - began)
-        found[str(k)] = float(np.median(seconds))
-    return found

@@ -143,10 +143,22 @@ class SelectSettings(Settings):
     runtime: Literal["foredraft", "transformers"] = Field("foredraft", description="Where the draft will be served.")
     context: int = Field(0, ge=0, description="Tokens of context whose keys and values count as memory of both.")
     max_bytes: int = Field(0, ge=0, description="Largest draft in bytes, its context included; 0 sets no limit.")
+    watts: float = Field(
+        0.0, ge=0.0, allow_inf_nan=False, description="Power of the machine that was timed, while it decodes."
+    )
+    max_joules: float = Field(
+        0.0, ge=0.0, allow_inf_nan=False, description="Most energy that a token may take; needs watts; 0: no limit."
+    )
     full_vocabulary: bool = Field(False, description="Only drafts that can say every token of the target.")
     batch_size: int = Field(1, ge=1, description="Requests decoded together; the report must have timed it.")
     mix: dict[str, float] = Field({}, description="Share of the tokens by domain; empty: as in the report.")
     portfolio: int = Field(1, ge=1, le=8, description="Most drafters of the best portfolio.")
+
+    @model_validator(mode="after")
+    def _energy_needs_power(self) -> "SelectSettings":
+        if self.max_joules and not self.watts:
+            raise ValueError("max_joules needs watts, the power of the machine while it decodes")
+        return self
 
     @property
     def most_bytes(self) -> float:
@@ -173,5 +185,11 @@ class SimulateSettings(Settings):
     )
     deciding_seconds: float = Field(
         20e-6, ge=0.0, allow_inf_nan=False, description="Seconds that a choice is charged a block."
+    )
+    batch_size: int = Field(
+        1, ge=1, le=1024, description="Requests decoded together, whose times count; a report must have timed it."
+    )
+    target_bytes: int = Field(
+        0, ge=0, description="Memory of the target, which scores weigh drafters' against; 0: the report's."
     )
     seed: int = 0

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from foredraft.adaptive_step import AdaptiveStep as AdaptiveStep
 from foredraft.ngram_step import NgramStep as NgramStep
 from foredraft.settings import LawSettings, Settings, from_number
 from foredraft.shrink_steps import CompressStep as CompressStep
@@ -370,6 +371,7 @@ class Step(Settings):
         None, description="Another way of drafting with it: tree:max_nodes=16, confident:threshold=0.4."
     )
     law: LawStep | None = None
+    adaptive: AdaptiveStep | None = None
 
     @model_validator(mode="after")
     def _one_key(self) -> "Step":

@@ -32,6 +32,7 @@ from foredraft.lineage import blank_manifest, copy_files, extended, manifest_for
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
 from foredraft.models.target import LocalTarget
+from foredraft.select.policies import read_policy
 from foredraft.steps import (
     HeadStep,
     InitStep,
@@ -147,7 +148,7 @@ def learns(step: Step) -> bool:
         case "low_rank":
             return step.settings.by == "inputs"
         case verb:
-            return verb in ("distill", "adapt", "meta", "compress")
+            return verb in ("distill", "adapt", "meta", "compress", "adaptive")
 
 
 def text_keys(step: Step, held_out: Sequence[Prompt]) -> list[str]:
@@ -186,6 +187,8 @@ def refuse_impossible(step: Step, target: LocalTarget) -> None:
             check_source(target, step.settings)
         case "wrap":
             read_wrapper(step.settings)
+        case "adaptive":
+            read_policy(step.settings.policy)
         case "distill":
             for loss in step.settings.losses:
                 read_loss(loss)

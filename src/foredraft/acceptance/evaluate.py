@@ -9,7 +9,7 @@ from foredraft.acceptance.report import AcceptanceReport, PromptCounts
 from foredraft.core.errors import DrafterError, NonFiniteError, TraceError, VocabMismatchError
 from foredraft.core.own_law import bound_for
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Drafter, EmittedProbs
+from foredraft.core.protocols import Drafter, EmittedProbs, Observer
 from foredraft.trace.rows import TraceRow
 from foredraft.trace.store import Trace
 
@@ -49,7 +49,8 @@ def score_bound(
         raise TraceError(f"{trace.path} holds no answers: collect some before scoring.")
     with progress.task(f"scoring {name} {trace.info.law}", float(trace.info.num_tokens), "tokens") as task:
         answers = []
-        for rows in _chunks(trace):
+        # What learns from answers begins anew with each replay, so that it takes them all in one.
+        for rows in _chunks(trace, trace.info.num_rows if isinstance(drafter, Observer) else _ANSWERS_AT_ONCE):
             answers += score_rows(name, drafter, rows, ks)
             task.advance(float(sum(len(row.answer_ids) for row in rows)))
     return AcceptanceReport.of(ks, answers)
@@ -86,12 +87,12 @@ def _counted(name: str, row: TraceRow, emitted: EmittedProbs, ks: Sequence[int])
     return PromptCounts(row.prompt_id, row.domain, len(row.answer_ids), float(first.sum()), counts)
 
 
-def _chunks(trace: Trace) -> Iterator[list[TraceRow]]:
+def _chunks(trace: Trace, size: int) -> Iterator[list[TraceRow]]:
     rows: list[TraceRow] = []
     for row in trace.rows(tops=False):
         if len(row.answer_ids):
             rows.append(row)
-        if len(rows) == _ANSWERS_AT_ONCE:
+        if len(rows) == size:
             yield rows
             rows = []
     if rows:

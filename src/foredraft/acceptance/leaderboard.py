@@ -140,7 +140,11 @@ def _law(scores: LawScores, facts: Mapping[str, DrafterFacts], target: Mapping[s
         "overhead_seconds": scores.costs.overhead.median if scores.costs else None,
         "plain_overhead_seconds": scores.costs.plain_overhead.median if scores.costs else None,
         "batch": {
-            str(rows): {"target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)}}
+            str(rows): {
+                "target_seconds": {str(n + 1): step.median for n, step in enumerate(costs.target)},
+                "overhead_seconds": costs.overhead.median,
+                "plain_overhead_seconds": costs.plain_overhead.median,
+            }
             for rows, costs in _by_batch(scores).items()
         },
         "drafters": [

@@ -29,6 +29,8 @@ Examples:
 
     foredraft select runs/a/report.json runs/b/report.json --set context=4096 --set portfolio=2
 
+    foredraft select runs/mine/report.json --cascade six=runs/six-as-target/report.json
+
     foredraft select --simulate --trace day --drafter prompt-lookup --drafter suffix-automaton --policy hedge
 """
 )
@@ -58,6 +60,16 @@ def select(
             show_default=False,
         ),
     ],
+    cascades: Annotated[
+        list[str],
+        typer.Option(
+            "--cascade",
+            help="DRAFTER=report.json of that drafter as a target: what drafts for it makes cascades, which are "
+            "candidates too; can be repeated.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
     reports: Annotated[
         list[Path] | None, typer.Argument(help="report.json of runs or of evaluate-acceptance, of one target.")
     ] = None,
@@ -72,12 +84,18 @@ def select(
         Path | None,
         typer.Option(help="For --simulate: file to write the fastest policy to; `generate --drafter` takes it."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="For --simulate: page to write with choice over time, regret curves and bars by domain."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Choose the drafter and its length, or the policy that chooses anew for each block, and say why.
 
-    --set takes what a recipe's `select` takes (context, max_bytes, batch_size, mix, portfolio, full_vocabulary), and
-    with --simulate lengths, limit, cost_ratio, target_seconds, target_growth, deciding_seconds and seed.
+    --set takes what a recipe's `select` takes (context, max_bytes, watts and max_joules, batch_size, mix, portfolio,
+    full_vocabulary), and
+    with --simulate lengths, limit, batch_size, target_bytes, cost_ratio, target_seconds, target_growth,
+    deciding_seconds and seed.
     """
     from foredraft.recipe import settings_from
     from foredraft.scoring import read_report
@@ -85,25 +103,39 @@ def select(
     found = [read_report(path) for path in reports or []]
     if simulate:
         from foredraft.catalog import names
-        from foredraft.selection import simulate_policies, simulation_table
+        from foredraft.selection import simulate_policies
+        from foredraft.selection_page import write_page
+        from foredraft.selection_table import simulation_table
         from foredraft.settings import SimulateSettings
 
-        if not traces or not drafters or len(found) > 1:
-            raise UserError("--simulate needs --trace and --drafter, and takes the times of one report at most.")
+        if not traces or not drafters or len(found) > 1 or cascades:
+            raise UserError(
+                "--simulate needs --trace and --drafter, takes the times of one report at most, and no --cascade."
+            )
         settings = settings_from(SimulateSettings, overrides)
         known, wanted = found[0] if found else None, policies or names("policies")
         figures = simulate_policies(traces=opened_traces(traces), specs=drafters, policies=wanted,
                                     settings=settings, report=known, progress=progress_bars(), out=out)  # fmt: skip
+        if html is not None:
+            write_page(html, figures)
         print_figures(figures, simulation_table(figures), as_json)
         return
     from foredraft.choosing import choice_table, choose_among
     from foredraft.settings import SelectSettings
 
-    if not found or traces or drafters or policies or out:
-        raise UserError("Name a report.json; --trace, --drafter, --policy and --out go with --simulate.")
+    if not found or traces or drafters or policies or out or html:
+        raise UserError("Name a report.json; --trace, --drafter, --policy, --out and --html go with --simulate.")
     limits = [f"memory_fraction={memory_fraction}", f"runtime={runtime}", *overrides]
-    selection = choose_among(found, settings_from(SelectSettings, limits))
+    inner = {name: read_report(Path(path)) for name, path in map(_named_report, cascades)}
+    selection = choose_among(found, settings_from(SelectSettings, limits), inner)
     print_figures(selection, choice_table(selection), as_json)
+
+
+def _named_report(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (separator and name and path):
+        raise UserError(f"--cascade takes DRAFTER=report.json, not {text!r}.")
+    return name, path
 
 
 @app.command(

@@ -131,6 +131,14 @@ class TextReader(Protocol):
         """Return the same drafter, given what makes text of tokens."""
 
 
+@runtime_checkable
+class WeighsMemory(Protocol):
+    """A drafter that weighs memory against the target's."""
+
+    def beside(self, target_bytes: int) -> "Drafter":
+        """Return the same drafter, given how much memory the target takes."""
+
+
 EXACT = "exact"
 TOKENS_EXACT = "tokens exact, draft steps not"
 IN_ORDER = "exact in the order of arrival"

@@ -135,6 +135,10 @@ class AdaptiveDrafter:
         portfolio = replace(self.portfolio, situations=Situations(DOMAINS), domain_of=domain_of_tokens(decode))
         return AdaptiveDrafter(portfolio, self.law)
 
+    def beside(self, target_bytes: int) -> "AdaptiveDrafter":
+        """Return the same drafter, which weighs its drafters' memory against so many bytes of the target."""
+        return AdaptiveDrafter(replace(self.portfolio, target_bytes=target_bytes), self.law)
+
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
         _price(self.controller, self.portfolio.costs[1])
         return self._stream.propose(context, k, generator)
@@ -147,26 +151,26 @@ class AdaptiveDrafter:
         return _Batch(self.portfolio, self.controller, num_texts)
 
     def replay(self, answers: Sequence[Answer], k: int) -> list[EmittedProbs]:
-        """Decode the answers again in their order, the controller going on, and return what its guesses gave.
+        """Decode the answers again in their order, from a cold start, and return what the guesses gave.
 
-        Certain guesses follow the one path that decoding takes at this k. Drawn ones follow the path on which a token
-        is accepted when its own law puts at least half of the mass on it, which is a simulation. Between the starts
-        of blocks the last choice stands.
+        A controller of its own learns from one answer to the next: replay teaches this drafter nothing. Certain
+        guesses follow the one path that decoding takes at this k. Drawn ones follow the path on which a token is
+        accepted when its own law puts at least half of the mass on it, which is a simulation. Between the starts of
+        blocks the last choice stands.
         """
-        _price(self.controller, self.portfolio.costs[1])
-        longest = min(k, self.portfolio.arms.longest)
+        controller, longest = self.portfolio.controller(), min(k, self.portfolio.arms.longest)
         parts = zip(*(replayed(one, answers, longest) for one in self.portfolio.drafters.values()), strict=True)
-        return [self._walked(answer, given, k) for answer, given in zip(answers, parts, strict=True)]
+        return [self._walked(answer, given, k, controller) for answer, given in zip(answers, parts, strict=True)]
 
-    def _walked(self, answer: Answer, given: Sequence[EmittedProbs], k: int) -> EmittedProbs:
+    def _walked(self, answer: Answer, given: Sequence[EmittedProbs], k: int, controller: Controller) -> EmittedProbs:
         longest = min(k, self.portfolio.arms.longest)
         tables = [_by_start(one, longest) for one in given]
         blocks = [runs(probs.numpy() >= _LIKELY, guessed.numpy(), longest) for probs, guessed in tables]
         offered, matched = (np.stack(part) for part in zip(*blocks, strict=True))
         situations = self._situations(answer)
-        path = walk(Recorded(offered, matched, situations), self.controller, k)
+        path = walk(Recorded(offered, matched, situations), controller, k)
         probs, guessed = torch.zeros(answer.num_tokens, k), torch.zeros(answer.num_tokens, k, dtype=torch.bool)
-        arms = self.controller.arms
+        arms = controller.arms
         for place, arm in enumerate(choices_by_place(path, answer.num_tokens)):
             if arm != PLAIN:
                 width = min(int(arms.k[arm]), k)

@@ -52,7 +52,7 @@ class BlockCosts:
 
     @staticmethod
     def of_report(law: Mapping[str, Any], names: Sequence[str], longest: int) -> "BlockCosts":
-        """Return the times that a report keeps of one of its laws.
+        """Return the times that a report keeps of one of its laws, or of one batch size of it (see at_batch_size).
 
         Raises:
             UserError: it keeps none, or none of a drafter.
@@ -68,15 +68,42 @@ class BlockCosts:
         return BlockCosts(_extended(steps, longest + 1), np.array(drafts), law["overhead_seconds"] or 0.0, plain)
 
     @staticmethod
-    def by_ratio(ratios: Sequence[float], longest: int, target_growth: float = 0.0) -> "BlockCosts":
-        """Return costs in units of a target step, from ratios alone.
+    def by_ratio(ratios: Sequence[float], longest: int, target_growth: float = 0.0, requests: int = 1) -> "BlockCosts":
+        """Return costs in units of a target step of one token, from ratios alone.
 
         Args:
             ratios: Time of a draft step / of a target step, for each drafter.
-            target_growth: What one more token adds to a target step, as a share of it.
+            target_growth: What one more token adds to a step of the target or of a draft, as a share of it.
+            requests: Decoded together: a step over n tokens of each has n times as many tokens.
         """
-        target = 1.0 + target_growth * np.arange(longest + 1.0)
-        return BlockCosts(target, np.array(ratios, float)[:, None] * np.arange(longest + 1.0))
+        tokens = requests * np.arange(1.0, longest + 2.0)
+        step = 1.0 + target_growth * (requests - 1.0)
+        drafts = step * np.array(ratios, float)[:, None] * np.arange(longest + 1.0)
+        return BlockCosts(1.0 + target_growth * (tokens - 1.0), drafts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target_seconds": self.target.tolist(),
+            "draft_seconds": self.drafts.tolist(),
+            "overhead": self.overhead,
+            "plain_overhead": self.plain_overhead,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "BlockCosts":
+        seconds = (np.array(data[name], float) for name in ("target_seconds", "draft_seconds"))
+        return BlockCosts(*seconds, data["overhead"], data["plain_overhead"])
+
+
+def at_batch_size(law: Mapping[str, Any], rows: str) -> dict[str, Any]:
+    """Return a law of a report with the times of one batch size in place of those of one request."""
+    return {
+        **law,
+        **law["batch"][rows],
+        "drafters": [
+            {**entry, "draft_seconds": entry["batch"][rows].get("draft_seconds", {})} for entry in law["drafters"]
+        ],
+    }
 
 
 def _extended(steps: Sequence[float], widths: int) -> Float64[np.ndarray, " widths"]:

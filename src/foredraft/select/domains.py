@@ -35,6 +35,11 @@ _ASKING = re.compile(
     r"(?:^|[.?!:\n]\s*)(?:what|how|why|which|who|where|when|can you|could you|do you|is there|explain|describe|write"
     r"|give|tell|suggest|compose|imagine|discuss)\b"
 )
+_QUANTITIES = re.compile(
+    r"\bhow (?:many|much|long|far|old|often|fast|tall|large|big|likely)\b|\bnumber of\b|\bprobability\b|\bestimate"
+    r"|\bcalculate|\bper (?:second|minute|hour|day|week|month|year|cent)\b|\bon average\b|\baverage\b"
+)
+_REASONING = re.compile(r"\bstep[ -]by[ -]step\b|\breasoning\b|\bshow (?:your|the) work|\btherefore\b|\bprove\b")
 _SETS = {name: frozenset(words.split()) for name, words in _LISTS.items()}
 
 
@@ -88,7 +93,7 @@ def text_features(text: str) -> Float64[np.ndarray, " features"]:
         text.count(" ") / size,
         text.count("\n") / size,
         *_word_shares(words),
-        len(_ASKING.findall(text.lower())) / max(len(words), 1),
+        *(len(known.findall(text.lower())) / max(len(words), 1) for known in (_ASKING, _QUANTITIES, _REASONING)),
         sum(line[:1] in (" ", "\t") for line in lines) / len(lines),
         sum(line.rstrip()[-1:] in tuple(":;{}),[]") for line in lines) / len(lines),
         sum(line.rstrip()[-1:] in tuple(".?!") for line in lines) / len(lines),

@@ -31,10 +31,10 @@ class Memory:
         in_situation: Blocks that what was seen everywhere weighs in one situation.
     """
 
-    fade: float = 0.97
+    fade: float = 0.99
     prior: float = 0.6
     weight: float = 2.0
-    in_situation: float = 6.0
+    in_situation: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)

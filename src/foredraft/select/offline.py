@@ -27,6 +27,7 @@ class CandidateFigures:
         head_rows: Rows of a trimmed head; 0 for a full head or none.
         full_head_twin: Name of the candidate that differs only in computing the whole head; empty if there is none.
         has_int8_body: Whether its speed rests on products with 8-bit weights.
+        plain_seconds: Time of a token of plain decoding, which is as measured with it; 0 where it is not known.
     """
 
     name: str
@@ -37,6 +38,7 @@ class CandidateFigures:
     head_rows: int = 0
     full_head_twin: str = ""
     has_int8_body: bool = False
+    plain_seconds: float = 0.0
 
     @property
     def best_k(self) -> int:
@@ -49,6 +51,10 @@ class CandidateFigures:
         speedup = self.predicted_speedup[self.best_k]
         tokens = self.mean_tokens_per_call.get(self.best_k, Figure())
         return tokens.scaled(speedup / tokens.value) if tokens.has_interval else Figure(speedup)
+
+    def joules(self, watts: float) -> float:
+        """Return the energy of a token at the best length, on a machine of that power."""
+        return watts * self.plain_seconds / self.best.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,8 @@ def _over_laws(figures: Sequence[CandidateFigures]) -> CandidateFigures:
     lengths = [k for k in first.predicted_speedup if all(k in one.predicted_speedup for one in figures)]
     tokens = {k: _averaged([one.mean_tokens_per_call[k] for one in figures]) for k in lengths}
     speedup = {k: harmonic_mean([one.predicted_speedup[k] for one in figures]) for k in lengths}
-    return replace(first, mean_tokens_per_call=tokens, predicted_speedup=speedup)
+    plain = sum(one.plain_seconds for one in figures) / len(figures)
+    return replace(first, mean_tokens_per_call=tokens, predicted_speedup=speedup, plain_seconds=plain)
 
 
 def _averaged(figures: Sequence[Figure]) -> Figure:
@@ -166,6 +173,11 @@ def _refusal(one: CandidateFigures, settings: SelectSettings, limit: float) -> s
             return "Its cost was measured on 8-bit weights; transformers widens them, and it is no faster there."
     if settings.full_vocabulary and one.head_rows:
         return f"It can say {one.head_rows} tokens only, and full_vocabulary asks for all of the target's."
+    if settings.max_joules and one.joules(settings.watts) > settings.max_joules:
+        return (
+            f"It takes {one.joules(settings.watts):.3g} J a token at {settings.watts:g} W, and max_joules allows "
+            f"{settings.max_joules:g}."
+        )
     if one.num_bytes > settings.most_bytes:
         return f"It takes {size(float(one.num_bytes))}, and max_bytes allows {size(settings.most_bytes)}."
     if one.num_bytes > limit:
@@ -174,13 +186,21 @@ def _refusal(one: CandidateFigures, settings: SelectSettings, limit: float) -> s
 
 
 def _nearest_miss(ranked: Sequence[CandidateFigures], settings: SelectSettings, target_bytes: int) -> str:
-    unlimited = settings.model_copy(update={"memory_fraction": math.inf, "max_bytes": 0})
+    unlimited = settings.model_copy(update={"memory_fraction": math.inf, "max_bytes": 0, "max_joules": 0.0})
     servable = [one for one in ranked if not _refusal(one, unlimited, math.inf)]
+    limit = settings.memory_fraction * target_bytes
+    small = [one for one in servable if one.num_bytes <= min(limit, settings.most_bytes)]
+    if small:
+        thrifty = min(small, key=lambda one: one.joules(settings.watts))
+        return (
+            f"Decode without speculation: no candidate that fits keeps max_joules={settings.max_joules:g}. The nearest "
+            f"is {thrifty.name}: {thrifty.joules(settings.watts):.3g} J a token, plain decoding "
+            f"{settings.watts * thrifty.plain_seconds:.3g} J."
+        )
     too_large = [one for one in servable if one.best.value > 1.0] or servable
     if not too_large:
         return f"Decode without speculation: none of the candidates can be served in {settings.runtime}."
     nearest = min(too_large, key=lambda one: one.num_bytes)
-    limit = settings.memory_fraction * target_bytes
     needed = math.ceil(1000 * nearest.num_bytes / target_bytes) / 1000
     if nearest.num_bytes > settings.most_bytes:
         over = size(nearest.num_bytes - settings.most_bytes)

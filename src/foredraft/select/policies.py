@@ -236,10 +236,13 @@ class Score:
 def read_policy(text: str) -> Policy:
     """Return the policy that `name` or `name:option=number,...` stands for.
 
+    Options may stand apart by semicolons too, for a policy inside a spec, whose own options have the commas.
+
     Raises:
         UnknownNameError: no such policy.
         UserError: it takes no such option, or its value is none that makes sense.
     """
+    text = text.replace(";", ",")
     factory = resolve("policies", text.partition(":")[0])
     options = inspect.signature(factory).parameters.values()
     takes = {one.name: float for one in options if one.annotation in (float, "float")}

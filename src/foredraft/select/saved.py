@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from foredraft.checkpoint import MANIFEST, verify_draft
 from foredraft.core.errors import CheckpointError, OutputError, UserError
@@ -15,7 +14,7 @@ from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.policies import read_policy
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,8 @@ class Saved:
         digests: Of those that are draft folders; empty for others.
         lengths: Draft lengths.
         policy: As `read_policy` takes it.
-        target_seconds, draft_seconds, overhead, plain_overhead: See BlockCosts.
+        costs: By the number of requests decoded together; see BlockCosts.to_json.
+        target_bytes: Memory of the target; 0 where it is not known.
     """
 
     target: str
@@ -37,14 +37,17 @@ class Saved:
     digests: Mapping[str, str]
     lengths: Sequence[int]
     policy: str
-    target_seconds: Sequence[float]
-    draft_seconds: Sequence[Sequence[float]]
-    overhead: float = 0.0
-    plain_overhead: float = 0.0
+    costs: Mapping[str, Mapping[str, Any]]
+    target_bytes: int = 0
 
     @staticmethod
     def of(
-        speaker: Speaker, specs: Mapping[str, str], lengths: Sequence[int], policy: str, costs: BlockCosts
+        speaker: Speaker,
+        specs: Mapping[str, str],
+        lengths: Sequence[int],
+        policy: str,
+        costs: Mapping[int, BlockCosts],
+        target_bytes: int = 0,
     ) -> "Saved":
         """Return what is saved; draft folders are read for their digests.
 
@@ -58,10 +61,8 @@ class Saved:
             {name: _digest(spec) for name, spec in specs.items()},
             list(lengths),
             policy,
-            costs.target.tolist(),
-            costs.drafts.tolist(),
-            costs.overhead,
-            costs.plain_overhead,
+            {str(requests): one.to_json() for requests, one in costs.items()},
+            target_bytes,
         )
 
 
@@ -111,11 +112,10 @@ def load_selection(path: Path, target: Speaker, load: Callable[[str], Drafter]) 
                 f"{path}: the drafter {name} at {spec} is {found}, chosen was {saved.digests[name]}: it was made anew. "
                 "Choose again, since acceptance and costs may differ."
             )
-    costs = BlockCosts(
-        np.array(saved.target_seconds), np.array(saved.draft_seconds), saved.overhead, saved.plain_overhead
-    )
+    costs = {int(requests): BlockCosts.from_json(one) for requests, one in saved.costs.items()}
     drafters = {name: load(spec) for name, spec in saved.specs.items()}
-    return AdaptiveDrafter(Portfolio(drafters, tuple(saved.lengths), {1: costs}, read_policy(saved.policy)))
+    policy, lengths = read_policy(saved.policy), tuple(saved.lengths)
+    return AdaptiveDrafter(Portfolio(drafters, lengths, costs, policy, target_bytes=saved.target_bytes))
 
 
 def _digest(spec: str) -> str:

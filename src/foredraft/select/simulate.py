@@ -36,11 +36,13 @@ class Traffic:
         names: Of the drafters.
         model_free: By drafter, whether its guesses are certain and cost no model pass.
         answers: In order of arrival.
+        num_bytes: By drafter, its memory; empty where it is not known.
     """
 
     names: tuple[str, ...]
     model_free: tuple[bool, ...]
     answers: tuple[Recorded, ...]
+    num_bytes: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -106,7 +108,8 @@ def record(
         offered, matched = zip(*(_accepted(one, target, longest, chance) for one in given), strict=True)
         places = situations_in(Reader(known, partial(_labelled, row.domain)), answer)
         answers.append(Recorded(np.stack(offered), np.stack(matched), places, row.domain))
-    return Traffic(tuple(drafters), tuple(is_certain(one) for one in drafters.values()), tuple(answers))
+    free, held = zip(*((is_certain(one), one.num_bytes) for one in drafters.values()), strict=True)
+    return Traffic(tuple(drafters), free, tuple(answers), held)
 
 
 def simulate(
@@ -117,16 +120,19 @@ def simulate(
     seed: int = 0,
     deciding: float = DECIDING_SECONDS,
     num_situations: int = 0,
+    target_bytes: int = 0,
 ) -> Run:
     """Return what a policy makes of the traffic, starting cold.
 
     Args:
         deciding: Seconds that choosing takes a block; not counted for fixed policies.
         num_situations: As traffic was recorded with; found out if 0.
+        target_bytes: Memory of the target, for policies that weigh memory; 0 where it is not known.
     """
     arms = Arms.of(traffic.names, lengths)
     most = num_situations or 1 + max(int(answer.situations.max()) for answer in traffic.answers)
-    controller = Controller(arms, costs, policy, traffic.model_free, num_situations=most, seed=seed)
+    shares = tuple(held / target_bytes for held in traffic.num_bytes) if target_bytes else ()
+    controller = Controller(arms, costs, policy, traffic.model_free, shares, most, seed=seed)
     extra = 0.0 if isinstance(policy, Fixed) else deciding
     paths = [walk(answer, controller) for answer in traffic.answers]
     return Run(

@@ -9,6 +9,7 @@ from foredraft.select.block_costs import BlockCosts
 from foredraft.select.policies import read_policy
 
 _MODEL_FREE_RATIO = 0.002
+_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def adaptive(
@@ -24,10 +25,12 @@ def adaptive(
     """Return what `+adaptive:...` makes of a drafter: it, `others` (specs with | between), or none, for each block.
 
     Args:
-        policy: Its name; `foredraft select --simulate` compares them.
+        policy: Its name, and its options with ; between: `score:speed=1;quality=0.2`. `foredraft select --simulate`
+            compares policies.
         lengths: Draft lengths with - between; --k must allow the longest.
         cost_ratio: Time of a draft step of a model / of a target step.
-        target_growth: What one more token adds to a target step, as a share of it.
+        target_growth: What one more token adds to a target step, as a share of it; of several requests decoded
+            together the tokens of all count.
 
     Raises:
         UserError: lengths that are none, or costs that are negative.
@@ -42,5 +45,6 @@ def adaptive(
     except ValueError:
         raise UserError(f"+adaptive: lengths are numbers with - between, such as 2-4-8, not {lengths!r}.") from None
     ratios = [cost_ratio if one.num_parameters else _MODEL_FREE_RATIO for one in named.values()]
-    costs = BlockCosts.by_ratio(ratios, max(wanted, default=0), target_growth)
-    return AdaptiveDrafter(Portfolio(named, wanted, {1: costs}, read_policy(policy), seed=seed), drafter.law)
+    longest = max(wanted, default=0)
+    costs = {requests: BlockCosts.by_ratio(ratios, longest, target_growth, requests) for requests in _REQUESTS}
+    return AdaptiveDrafter(Portfolio(named, wanted, costs, read_policy(policy), seed=seed), drafter.law)

@@ -1,14 +1,13 @@
 """The page: sections in the order in which a reader asks."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from foredraft.acceptance.html import plots, tables
-from foredraft.acceptance.html.markup import Content, document, element, extend
+from foredraft.acceptance.html import layout, plots, tables
+from foredraft.acceptance.html.markup import Content, document, element
 from foredraft.acceptance.reading import Choice, LawStandings, Reading, Standing, read_report
 from foredraft.acceptance.wording import (
     NO_BREAK,
@@ -69,19 +68,7 @@ def render(report: Mapping[str, Any]) -> str:
         element("main", *sections),
     )
     title = f"foredraft: {reading.choice.drafter or 'draft models'} for {reading.target or 'a target'}"
-    return document(element("html", _head(title), body, lang="en"))
-
-
-def _head(title: str) -> Element:
-    return element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("link", rel="icon", href="data:,"),
-        element("title", title),
-        element("style", files("foredraft").joinpath("data/report.css").read_text("utf-8")),
-    )
+    return document(element("html", layout.head(title), body, lang="en"))
 
 
 def _headline(reading: Reading) -> list[Element]:
@@ -139,18 +126,20 @@ def _leaderboards(reading: Reading, colours: Colours) -> Element:
     boards: list[Content] = []
     for law in reading.laws:
         boards += [_law_heading(law), tables.leaderboard(law, reading.choice, colours, slowest, fastest)]
-    return _section("leaderboard", "Leaderboard", about, *boards)
+    return layout.section("leaderboard", "Leaderboard", about, *boards)
 
 
 def _positions(reading: Reading, colours: Colours) -> Element:
     k = plots.longest_draft(_standings(reading))
     about = f"How far into a block of {k} drafts stay right; at the left, all text with its interval."
     panels = [
-        _panel(law.label, partial(plots.position_plot, law, colours, k), tables.position_numbers(law, colours, k))
+        layout.panel(law.label, partial(plots.position_plot, law, colours, k), tables.position_numbers(law, colours, k))
         for law in reading.laws
         if k
     ]
-    return _section("positions", "Acceptance by position", f"{about} {_about_colours(colours)}", *_grid(panels))
+    return layout.section(
+        "positions", "Acceptance by position", f"{about} {_about_colours(colours)}", *layout.grid(panels)
+    )
 
 
 def _tokens(reading: Reading, colours: Colours) -> Element:
@@ -158,17 +147,17 @@ def _tokens(reading: Reading, colours: Colours) -> Element:
     figures = (figure for drafter in _standings(reading) for figure in drafter.score.mean_tokens_per_call.values())
     highest = _largest(bound for figure in figures for bound in (figure.value, figure.high))
     panels = [
-        _panel(law.label, partial(plots.tokens_plot, law, colours, highest), tables.tokens_numbers(law, colours))
+        layout.panel(law.label, partial(plots.tokens_plot, law, colours, highest), tables.tokens_numbers(law, colours))
         for law in reading.laws
     ]
-    return _section("tokens", "Tokens per call", f"{about} {_about_colours(colours)}", *_grid(panels))
+    return layout.section("tokens", "Tokens per call", f"{about} {_about_colours(colours)}", *layout.grid(panels))
 
 
 def _costs(reading: Reading, colours: Colours) -> Element:
     about = "Up is better drafts, left is cheaper drafts: the best corner is top left."
     costliest = _largest(drafter.cost_ratio for drafter in _standings(reading))
-    panels = [_panel(law.label, partial(plots.cost_plot, law, colours, costliest)) for law in reading.laws]
-    return _section("cost", "Speed against quality", about, *_grid(panels))
+    panels = [layout.panel(law.label, partial(plots.cost_plot, law, colours, costliest)) for law in reading.laws]
+    return layout.section("cost", "Speed against quality", about, *layout.grid(panels))
 
 
 def _batches(reading: Reading, colours: Colours) -> list[Element]:
@@ -185,7 +174,7 @@ def _batches(reading: Reading, colours: Colours) -> list[Element]:
     about += "decoding. Other machines are predicted from their profiles, by moving and computing; drafters without a "
     about += "model keep the time measured here."
     boxes = [tables.batches(law, machine, colours) for machine in machines for law in reading.laws]
-    return [_section("batches", "By batch size", about, *_beside(boxes))]
+    return [layout.section("batches", "By batch size", about, *layout.beside(boxes))]
 
 
 def _criteria(reading: Reading, colours: Colours) -> list[Element]:
@@ -196,45 +185,55 @@ def _criteria(reading: Reading, colours: Colours) -> list[Element]:
         "None of these ranks drafts by itself: acceptance and time do. They say where a draft's law differs from the "
     )
     about += "target's, on some answers. What the target's law is outside its stored tokens is not known, hence bounds."
-    return [_section("criteria", "Criteria", about, *_beside([tables.criteria(law, colours) for law in laws]))]
+    return [
+        layout.section("criteria", "Criteria", about, *layout.beside([tables.criteria(law, colours) for law in laws]))
+    ]
 
 
 def _domains(reading: Reading, colours: Colours) -> Element:
     scores = (score for drafter in _standings(reading) for score in drafter.domains.values())
     shares = [score.expected_acceptance.value for score in scores if score.expected_acceptance.is_measured]
     if not shares:
-        return _section("domains", "By domain", "")
+        return layout.section("domains", "By domain", "")
     low, high = min(shares), max(shares)
     about = f"Stronger colour is more accepted, from {percent(low)} to {percent(high)}; easiest domain first."
     maps = [tables.heat_map(law, colours, low, high) for law in reading.laws]
-    return _section("domains", "By domain", about, *_beside(maps))
+    return layout.section("domains", "By domain", about, *layout.beside(maps))
 
 
 def _training(reading: Reading, colours: Colours) -> Element:
     if not reading.curves:
-        return _section("training", "Training", "", _plainly("Nothing was trained for this report."))
+        return layout.section("training", "Training", "", layout.plainly("Nothing was trained for this report."))
     own = plots.colours_of(reading.curves, colours)
     about = "Losses compare only between drafters trained on the same loss."
     points = [point for curve in reading.curves.values() for point in curve]
     panels = [
-        _panel(metric.capitalize().replace("_", " "), partial(plots.training_plot, reading.curves, metric, own))
+        layout.panel(metric.capitalize().replace("_", " "), partial(plots.training_plot, reading.curves, metric, own))
         for metric in plots.TRAINING_METRICS
         if any(math.isfinite(getattr(point, metric)) for point in points)
     ]
-    return _section("training", "Training", about, *_grid(panels), tables.training_ends(reading.curves, own))
+    return layout.section(
+        "training", "Training", about, *layout.grid(panels), tables.training_ends(reading.curves, own)
+    )
 
 
 def _audits(reading: Reading, colours: Colours) -> Element:
     about = "A few prompts, decoded literally, must need the target calls that replay expects for the same text."
-    return _section("audit", "Audit", about, *_beside([tables.audits(law, colours) for law in reading.laws]))
+    return layout.section(
+        "audit", "Audit", about, *layout.beside([tables.audits(law, colours) for law in reading.laws])
+    )
 
 
 def _losers(reading: Reading, colours: Colours) -> Element:
     about = "Each drafter that was not chosen, with the reason, and the differences that decide."
-    parts = [tables.reasons(reading.choice, colours)] if reading.choice.reasons else [_plainly("No reasons recorded.")]
+    parts = (
+        [tables.reasons(reading.choice, colours)]
+        if reading.choice.reasons
+        else [layout.plainly("No reasons recorded.")]
+    )
     if reading.paired:
         parts.append(tables.paired_differences(reading.paired, colours))
-    return _section("reasons", "Why not the others", about, *parts)
+    return layout.section("reasons", "Why not the others", about, *parts)
 
 
 def _method(reading: Reading) -> Element:
@@ -251,32 +250,7 @@ def _method(reading: Reading) -> Element:
     parts.append(element("dl", *words, class_="meanings"))
     if reading.stages:
         parts += [element("h3", "Where the time went"), tables.stages(reading)]
-    return _section("method", "How it was measured", "", *parts)
-
-
-def _section(name: str, title: str, about: str, *content: Content) -> Element:
-    section = element("section", element("h2", title), id=name)
-    if about:
-        extend(section, element("p", about, class_="about"))
-    extend(section, *content)
-    if not content:
-        extend(section, _plainly(NOT_MEASURED.capitalize() + "."))
-    return section
-
-
-def _grid(panels: Sequence[Element]) -> list[Content]:
-    return [element("div", *panels, class_="panels")] if panels else []
-
-
-def _beside(boxes: Sequence[Element]) -> list[Content]:
-    return [element("div", *boxes, class_="beside")] if boxes else []
-
-
-def _panel(title: str, draw: Callable[[plots.Paper], Element], numbers: Element | None = None) -> Element:
-    figure = element("figure", element("figcaption", title), *plots.both_sizes(draw))
-    if numbers is not None:
-        extend(figure, element("details", element("summary", "The numbers"), numbers))
-    return figure
+    return layout.section("method", "How it was measured", "", *parts)
 
 
 def _law_heading(law: LawStandings) -> Element:
@@ -285,10 +259,6 @@ def _law_heading(law: LawStandings) -> Element:
 
 def _law_name(law: LawStandings) -> tuple[Content, ...]:
     return law.label, element("small", " greedy" if law.is_greedy else " sampled")
-
-
-def _plainly(sentence: str) -> Element:
-    return element("p", sentence, class_="missing")
 
 
 def _about_colours(colours: Colours) -> str:
