@@ -8,10 +8,11 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
-from foredraft.core.errors import ModelError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchError
 from foredraft.export.card import model_card
 from foredraft.export.reopen import refuse_changed_tensors, refuse_changed_tokenizer
 from foredraft.models.draft import load_draft
+from foredraft.models.light.model import LightForCausalLM
 from foredraft.models.loading import without_bars
 from foredraft.models.target import LocalTarget
 
@@ -34,12 +35,17 @@ def export_transformers(source: Path, target: LocalTarget, k: int, out: Path) ->
 
     Raises:
         ModelError: the draft is no causal language model.
+        CapabilityError: it is a light net.
         VocabMismatchError: it does not speak the target's tokens, or has another number of rows.
         OutputError: the folder exists, or the disk is full; nothing is left behind.
         CheckpointError: what was written differs from what is in memory; nothing is left behind.
     """
     manifest = _manifest(source, target)
     draft = load_draft(source, _stored_dtype(source))
+    if isinstance(draft.model, LightForCausalLM):
+        raise CapabilityError(
+            f"{source} is a light net, which transformers runs only where foredraft is imported. Export another draft."
+        )
     rows = draft.model.get_input_embeddings().weight.shape[0]
     if rows != target.vocab_size:
         raise VocabMismatchError(
