@@ -1,11 +1,11 @@
 """Trains light nets on a target's traces and scores each beside an n-gram of equal bytes.
 
     python benchmarks/ngram/light.py --target FOLDER --train TRACE [TRACE ...] --eval TRACE [TRACE ...] \\
-        --fill FILE [FILE ...] --work DIR --tokens 500_000
+        --work DIR --tokens 500_000
 
 Nets take the target's embeddings along their leading directions, compute a trimmed head, and learn what is between the
-two. The n-gram beside each is a suffix index over the same traces' answers and, behind them, as much of the text of
-FILEs (as build-ngram --text takes them) as brings it to the net's bytes; where that text ends first, its bytes say so.
+two. The n-gram beside each is a suffix index over the same traces' answers and, behind them, as much of the Python
+standard library and of the man pages as brings it to the net's bytes; where that text ends first, its bytes say so.
 Times are CPU time of one thread, the median of drafts of four tokens. Adds a row to light.md beside this file for each.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from texts import token_lists
+from texts import library_files, manual_files, token_lists
 from tokenizers import Tokenizer
 
 from foredraft import trainings, verbs
@@ -52,14 +52,14 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--train", type=Path, nargs="+", required=True)
     parser.add_argument("--eval", type=Path, nargs="+", required=True)
-    parser.add_argument("--fill", type=Path, nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=500_000)
     options = parser.parse_args()
     target = load_target(options.target, "float32")
     train, held_out = ([open_trace(path) for path in paths] for paths in (options.train, options.eval))
     texts = [row.answer_ids.numpy().astype(np.int32) for trace in train for row in trace.rows(tops=False)]
-    texts += token_lists(options.fill, Tokenizer.from_str(target.tokenizer.backend_tokenizer.to_str()))
+    options.work.mkdir(parents=True, exist_ok=True)
+    texts += _files(options.work / "files.npy", Tokenizer.from_str(target.tokenizer.backend_tokenizer.to_str()))
     laws = " | ".join(f"{trace.info.law}: tokens per call, acceptance" for trace in held_out)
     table = Path(__file__).parent / "light.md"
     table.write_text(HEADER.format(k=K, laws=laws, rules=" --- |" * len(held_out)), encoding="utf-8")
@@ -81,6 +81,13 @@ def main() -> None:
             file.writelines(rows)
 
 
+def _files(kept: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Return the tokens of this machine's Python and man pages, read once and kept in a file."""
+    if not kept.exists():
+        np.save(kept, np.concatenate([*token_lists([*library_files(), *manual_files()], tokenizer)]))
+    return [np.load(kept)]
+
+
 def _first(texts: Sequence[np.ndarray], tokens: int) -> list[np.ndarray]:
     """Return the first texts, the last one cut, of `tokens` together."""
     found, left = [], tokens
@@ -93,7 +100,7 @@ def _first(texts: Sequence[np.ndarray], tokens: int) -> list[np.ndarray]:
 
 def _row(name: str, drafter: Drafter, size: int, traces: Sequence[Trace]) -> str:
     reports = [score(name, drafter, trace, [K]) for trace in traces]
-    cells = [f"{report.mean_tokens_per_call[K]:.3f}, {report.expected_acceptance:.3f}" for report in reports]
+    cells = [f"{report.mean_tokens_per_call(K):.3f}, {report.expected_acceptance:.3f}" for report in reports]
     cost = _microseconds(drafter, next(iter(traces[0].answers())).token_ids)
     return f"| {name} | {size:,} | {cost:.0f} | " + " | ".join(cells) + " |\n"
 
