@@ -40,6 +40,13 @@ class InitStep(Settings):
     embeddings: Literal["target", "random"] = Field(
         "target", description="From scratch: the target's, projected where the draft is narrower, or random."
     )
+    body: Literal["attention", "convolution", "linear_attention"] = Field(
+        "attention", description="From scratch: the target's own layers, or a light net's way of seeing the past."
+    )
+    kernel: int = Field(8, ge=1, le=64, description="Tokens that a layer of a convolution sees.")
+    active: int = Field(
+        0, ge=0, description="Of a light net: feed-forward channels kept for each token, the strongest; 0 keeps all."
+    )
     calibration: int = Field(96, ge=1, description="Answers that widths and repairs are measured on.")
     seed: int = Field(0, description="From scratch: of the random weights.")
 
@@ -62,6 +69,12 @@ class InitStep(Settings):
             )
         if self.source != "scratch" and (self.embeddings != "target" or self.seed):
             raise ValueError("embeddings and seed are about random weights: leave them out, or set from: scratch")
+        if self.body != "attention" and self.source != "scratch":
+            raise ValueError(f"body: {self.body} is a new net: set from: scratch")
+        if self.body != "convolution" and self.kernel != 8:
+            raise ValueError("kernel is about body: convolution")
+        if self.active and self.body == "attention":
+            raise ValueError("active is about light nets: set body: convolution or linear_attention")
         if self.share_rank and (self.is_sibling or self.is_narrower):
             raise ValueError(
                 "factors are shared with layers of the target at its own width: leave out other sources and widths"

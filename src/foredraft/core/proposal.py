@@ -67,16 +67,22 @@ class Proposal:
 
     @staticmethod
     def chain(token_ids: Int[Tensor, " k"], laws: Laws) -> "Proposal":
-        return Proposal(token_ids, laws, tuple(range(-1, len(token_ids) - 1)))
+        return Proposal(token_ids, laws, _chained(token_ids.size(0)))
 
     @staticmethod
     def certain(token_ids: Int[Tensor, " k"], vocab_size: int) -> "Proposal":
         """Return a chain of one-hot guesses."""
-        return Proposal.chain(token_ids, Laws.one_hot(len(token_ids), vocab_size))
+        return Proposal.chain(token_ids, Laws.one_hot(token_ids.size(0), vocab_size))
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == tuple(range(-1, len(self) - 1))
+        return self.parents == _chained(len(self))
+
+
+@lru_cache(maxsize=256)
+def _chained(k: int) -> tuple[int, ...]:
+    """Return the parents of k tokens of which each follows the one before it."""
+    return tuple(range(-1, k - 1))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError, RecipeError, TraceError
 from foredraft.core.processes import Processes, summed
+from foredraft.distill.alone import refuse_what_attends, states_alone
 from foredraft.distill.data import Group, num_positions, rows_of_tokens
 from foredraft.distill.emphasis import Emphasis
 from foredraft.distill.learned_head import learned_head_losses
@@ -26,6 +27,7 @@ from foredraft.distill.seeing import NOTHING, look
 from foredraft.models.draft import Draft
 from foredraft.models.head import Head, kept_rows
 from foredraft.models.layers import layer_stack
+from foredraft.models.light.model import LightForCausalLM
 from foredraft.steps import DistillStep
 
 _DEFAULTS = DistillStep()
@@ -66,6 +68,7 @@ class Student:
         self._settings = settings
         self._spread = Spread(model, outside.values(), processes)
         self.model = model
+        self._attends = not isinstance(model, LightForCausalLM)
         self.head_token_ids = head_token_ids
         self.row_of_token = rows_of_tokens(head_token_ids, head.shape[0])
         self.live: LiveTarget | None = None
@@ -83,7 +86,8 @@ class Student:
 
         Raises:
             ModelError: nothing in it can be trained, or its head is more than a matrix.
-            RecipeError: its head is trimmed and shall learn, or lora cannot be put in.
+            RecipeError: its head is trimmed and shall learn, lora cannot be put in, or a light net is asked for what
+                only attention has.
         """
         if settings.train == "all" and len(draft.head_token_ids):
             raise RecipeError(
@@ -92,6 +96,8 @@ class Student:
             )
         if settings.train == "all" and settings.lora.rank:
             raise RecipeError("lora trains updates of the body's matrices only: train: body, or lora.rank: 0.")
+        if isinstance(draft.model, LightForCausalLM):
+            refuse_what_attends(settings)
         model = _trainable(draft, settings)
         _refuse_other_heads(model, draft)
         if settings.lora.rank:
@@ -144,7 +150,7 @@ class Student:
         loss_sum = acceptance_sum = 0.0
         for part in self._spread.parts(groups, self._cut):
             share = positions / self._spread.factor if part.counts else float("inf")
-            with self._spread.during(part), packed_attention(self.model):
+            with self._spread.during(part), packed_attention(self.model) if self._attends else nullcontext():
                 losses, accepted = self._pass(part.groups, loss, matching, emphasis, share)
             loss_sum, acceptance_sum = loss_sum + part.counts * losses, acceptance_sum + part.counts * accepted
         self._spread.average(self._outside)
@@ -164,8 +170,12 @@ class Student:
         laws = self._laws(groups, packed)
         with self.precision():
             asked = matching.asks_draft if matching is not None else NOTHING
-            seen = look(self.model, packed, asked, body=self._spread.body)
-        hidden = seen.last[0, packed.read].float() / packed.temperatures[:, None]
+            if self._attends:
+                seen = look(self.model, packed, asked, body=self._spread.body)
+                read = seen.last[0, packed.read]
+            else:
+                read = states_alone(self._spread.body, groups, self.model.device)
+        hidden = read.float() / packed.temperatures[:, None]
         if self._head.requires_grad:
             result = learned_head_losses(hidden, self._head, laws, loss, positions)
         else:
@@ -189,7 +199,11 @@ class Student:
         packed = pack(groups, self.row_of_token).to(self.model.device)
         laws = self._laws(groups, packed)
         with self.precision():
-            hidden = run_body(self.model, packed).last_hidden_state[0, packed.read]
+            hidden = (
+                run_body(self.model, packed).last_hidden_state[0, packed.read]
+                if self._attends
+                else states_alone(self.model.base_model, groups, self.model.device)
+            )
         return 1.0 - loss_values(hidden.float() / packed.temperatures[:, None], self._head, laws, total_variation)
 
     def _laws(self, groups: Sequence[Group], packed: Pack) -> Laws:

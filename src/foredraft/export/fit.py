@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
-from foredraft.core.errors import ModelError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchError
 from foredraft.core.files import write_json
 from foredraft.models.draft import Draft, load_draft
+from foredraft.models.light.model import LightForCausalLM
 from foredraft.models.loading import first_difference, load_tokenizer, tokenizer_fingerprint
 from foredraft.models.target import LocalTarget
 
@@ -57,10 +58,15 @@ def fitted_draft(source: Path, target: LocalTarget, dtype: str = "") -> FittedDr
 
     Raises:
         ModelError: the draft is no causal language model.
+        CapabilityError: it is a light net.
         VocabMismatchError: it does not speak the target's tokens.
     """
     manifest = _manifest(source, target)
     draft = load_draft(source, dtype or stored_dtype(source))
+    if isinstance(draft.model, LightForCausalLM):
+        raise CapabilityError(
+            f"{source} is a light net, which transformers runs only where foredraft is imported. Export another draft."
+        )
     changes = [
         *fit_rows(draft.model, target.vocab_size, len(target.tokenizer)),
         *_fit_positions(draft.model, target.model),

@@ -23,6 +23,9 @@ from foredraft.core.roofline import PassFacts
 from foredraft.models.batch_session import BatchSession
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
+from foredraft.models.light.model import LightForCausalLM
+from foredraft.models.light.reading import LightBatchSession, LightTexts
+from foredraft.models.light.session import LightSession
 from foredraft.models.loading import max_context
 from foredraft.models.passes import end_addresses, pass_facts, stored_weights
 from foredraft.models.session import Session
@@ -57,7 +60,7 @@ class CausalLMDrafter:
         self.kind = kind
         self.own_laws = own_laws
         self._head = Head(draft.model, draft.head_token_ids, num_tokens=vocab_size)
-        self._session = Session(draft.model, self._head)
+        self._session = self._new_session()
         self._tokens, self._row_of = _token_maps(self._head, vocab_size)
 
     @property
@@ -81,11 +84,13 @@ class CausalLMDrafter:
     def bind(self, law: SamplingLaw) -> "CausalLMDrafter":
         """Return the same draft drawing from `law`, reading with a cache of its own."""
         twin = copy(self)
-        twin.law, twin._session = law, Session(self.draft.model, self._head)
+        twin.law, twin._session = law, self._new_session()
         return twin
 
-    def texts(self, token_ids: Int[Tensor, "rows context"]) -> EqualTexts:
+    def texts(self, token_ids: Int[Tensor, "rows context"]) -> EqualTexts | LightTexts:
         """Return texts of equal length that the draft has read, to time its steps over a batch."""
+        if isinstance(self.draft.model, LightForCausalLM):
+            return LightTexts(self.draft.model, self._head, token_ids)
         return EqualTexts(self.draft.model, self._head, token_ids)
 
     @property
@@ -105,19 +110,27 @@ class CausalLMDrafter:
 
     def open_batch(self, num_texts: int) -> "CausalLMBatch":
         """Return the same draft at work on several texts."""
+        if isinstance(self.draft.model, LightForCausalLM):
+            return CausalLMBatch(self, LightBatchSession(self.draft.model, self._head, num_texts))
         return CausalLMBatch(self, BatchSession(self.draft.model, self._head, num_texts))
 
     def target_session(self) -> Session:
         """Return a cache that follows one text, with logits over the vocabulary, for a draft in a target's role.
 
         Raises:
-            CapabilityError: the head is trimmed, so that some tokens have no logit.
+            CapabilityError: the head is trimmed, so that some tokens have no logit, or a light net, which goes back
+                in no text.
         """
         if len(self.draft.head_token_ids):
             raise CapabilityError(
                 f"The draft computes {len(self.draft.head_token_ids)} of {self.vocab_size} rows of its head: it cannot "
                 "check what another drafter says. Take its twin with the full head."
             )
+        return Session(self.draft.model, self._head)
+
+    def _new_session(self) -> Session | LightSession:
+        if isinstance(self.draft.model, LightForCausalLM):
+            return LightSession(self.draft.model, self._head)
         return Session(self.draft.model, self._head)
 
     def most_tokens(self, context: Int[Tensor, " tokens"], k: int) -> int:
@@ -204,7 +217,7 @@ class Drawn:
 class CausalLMBatch:
     """A draft model at work on several texts: each of its steps is one pass for all of them."""
 
-    def __init__(self, drafter: CausalLMDrafter, session: BatchSession) -> None:
+    def __init__(self, drafter: CausalLMDrafter, session: BatchSession | LightBatchSession) -> None:
         self._drafter = drafter
         self._session = session
 

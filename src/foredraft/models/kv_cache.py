@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from foredraft.core.errors import CapabilityError
+from foredraft.models.light.model import LightForCausalLM
 
 _FIRST_CAPACITY = 256
 
@@ -105,6 +106,10 @@ def _cache_of(model: PreTrainedModel, attention_layer: Callable[[], Any]) -> Cac
     Raises:
         CapabilityError: the model keeps a recurrent state, which cannot be cropped.
     """
+    if isinstance(model, LightForCausalLM):
+        raise CapabilityError(
+            "A light net keeps sums of what it read, which cannot be cropped: it drafts, and checks no other draft."
+        )
     layers: list[Any] = []
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.core.roofline import PassFacts
+from foredraft.models.light.model import LightForCausalLM
 from foredraft.models.packed import PackedLinear
 
 
@@ -56,13 +57,14 @@ def pass_facts(model: PreTrainedModel, head_rows: int = 0, copied_bytes: int = 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layers = config.num_hidden_layers
+    attending = 0 if isinstance(model, LightForCausalLM) else layers
     multiplied = sum(stored.parameters for stored in body if stored.tensor.dim() >= 2)
     return PassFacts(
         weight_bytes=sum(stored.bytes for stored in body) + share * sum(weights[one].bytes for one in head),
         resident_bytes=float(sum(stored.bytes for stored in weights.values()) + copied_bytes),
         flops_per_token=2.0 * (multiplied + share * sum(weights[one].parameters for one in head)),
-        attention_flops=4.0 * layers * heads * width,
-        kv_bytes_per_token=2.0 * layers * kv_heads * width * model.dtype.itemsize,
+        attention_flops=4.0 * attending * heads * width,
+        kv_bytes_per_token=2.0 * attending * kv_heads * width * model.dtype.itemsize,
         layers=layers,
         dtype=str(model.dtype).removeprefix("torch."),
     )

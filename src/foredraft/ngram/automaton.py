@@ -51,8 +51,7 @@ class Automaton:
 
         What it holds is kept where the context only grew; `grown` says that it did, which saves comparing.
         """
-        self._make_room(len(context))
-        _follow(self.states, self.edges, self.table, self.counters, self.text, context, grown)
+        _follow(*self.arena(len(context)), context, grown)
 
     def rows(
         self,
@@ -67,16 +66,15 @@ class Automaton:
         For each its length, and what followed where it occurred last; what is copied runs on into itself at the end
         of the context. Returns the first row left free.
         """
-        self._make_room(len(context))
-        return _followed_rows(
-            self.states, self.edges, self.table, self.counters, self.text, context, grown, lengths, tokens, end_row
-        )
+        return followed_rows(*self.arena(len(context)), context, grown, lengths, tokens, end_row)
 
-    def _make_room(self, size: int) -> None:
+    def arena(self, size: int) -> tuple[np.ndarray, ...]:
+        """Return what kernels take first, with room for a context of `size` tokens."""
         if size > len(self.text):
             larger = Automaton.empty(2 * size)
             self.states, self.edges, self.table = larger.states, larger.edges, larger.table
             self.counters, self.text = larger.counters, larger.text
+        return self.states, self.edges, self.table, self.counters, self.text
 
 
 @jit
@@ -204,7 +202,7 @@ def _split(
 
 
 @jit
-def _followed_rows(
+def followed_rows(
     states: np.ndarray,
     edges: np.ndarray,
     table: np.ndarray,
@@ -216,6 +214,7 @@ def _followed_rows(
     tokens: np.ndarray,
     end_row: int,
 ) -> int:
+    """Do what `Automaton.rows` does."""
     _follow(states, edges, table, counters, text, context, grown)
     row, state, size = 0, states[counters[_NEWEST], _LINK], counters[_SIZE]
     while state > 0 and row < end_row:

@@ -14,7 +14,7 @@ from jaxtyping import Int64, UInt8
 from foredraft.core.errors import CheckpointError, CorpusError
 from foredraft.ngram.container import BLOCK_BYTES, SOUND, Container, open_container, write_container
 from foredraft.ngram.corpus import joined
-from foredraft.ngram.jit import jit, signed
+from foredraft.ngram.jit import jit, prefetch, signed
 from foredraft.ngram.suffix_array import Order, Text, padding, reversed_text, suffix_array
 
 KIND = "suffix-index"
@@ -196,6 +196,9 @@ def _nearest(
             high, high_match = middle, length
         else:
             low, low_match = middle + 1, length
+    for step in range(end_row - row):
+        prefetch(text, order[max(low - 1 - step, 0)])
+        prefetch(text, order[min(low + step, len(order) - 1)])
     left, right = low - 1, low
     left_match = right_match = depth + 1
     left_position = right_position = 0

@@ -9,7 +9,10 @@ import numpy as np
 
 try:
     import numba
+    from llvmlite import ir
     from numba.core import event
+    from numba.core.cgutils import get_or_insert_function
+    from numba.extending import intrinsic
 except ImportError:
     numba = None  # type: ignore[assignment]
 
@@ -38,6 +41,29 @@ def pair_hash(first: int, second: int) -> int:
     mixed = signed(first) * 0x2545F491 + signed(second) * 0x1B873593
     mixed ^= mixed >> 29
     return (mixed & 0x3FFFFFFF) * 0x2C1B3C6D >> 12
+
+
+@jit
+def prefetch(array: np.ndarray, index: int) -> None:
+    """Have the processor fetch an entry that is read soon; nothing else happens, and any index will do."""
+    if COMPILED:
+        _prefetch(array.ctypes.data + index * array.itemsize)
+
+
+if COMPILED:
+
+    @intrinsic
+    def _prefetch(_: Any, address: Any) -> Any:
+        """Return what compiles to the processor's own instruction: to read, into all caches, data."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            fetch = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(0), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return numba.types.void(address), generate
 
 
 def _announce_compiling() -> None:

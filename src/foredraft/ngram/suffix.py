@@ -16,10 +16,11 @@ from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.progress import Progress
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import Answer, EmittedProbs
-from foredraft.ngram.automaton import Automaton
+from foredraft.ngram.automaton import Automaton, followed_rows
 from foredraft.ngram.container import ANY_FILE
 from foredraft.ngram.corpus import Corpus, Meter, gathered
 from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
+from foredraft.ngram.jit import jit
 from foredraft.ngram.votes import vote_chain, vote_tree
 from foredraft.steps import NgramStep
 
@@ -94,9 +95,10 @@ class SuffixDrafter:
         self.tiers = tuple(tiers)
         self.voting = voting or Voting()
         self._request = Automaton.empty()
-        self._powers = self.voting.base ** np.arange(_LONGEST_COUNTED + 1, dtype=np.float64)
-        self._scales = _scales(self.voting, [weight for _, weight in self.tiers])
-        self._rows = _Rows.empty(len(self._scales), 8)
+        scales = _scales(self.voting, [weight for _, weight in self.tiers])
+        self._votes = scales, self.voting.base ** np.arange(_LONGEST_COUNTED + 1, dtype=np.float64)
+        self._limits = float(self.voting.doubt), float(self.voting.least_confidence)
+        self._rows = _Rows.empty(len(scales), 8)
 
     @property
     def num_bytes(self) -> int:
@@ -109,11 +111,12 @@ class SuffixDrafter:
         return Proposal.certain(torch.from_numpy(self._chain(context.numpy(), k)), self.vocab_size)
 
     def propose_tree(self, context: Int[Tensor, " tokens"], k: int, max_nodes: int) -> Proposal:
-        """Return a tree of certain tokens, at most k levels deep; see TreeGrower."""
-        self._collect(context.numpy(), k)
+        """Return a tree of certain tokens, at most k levels deep; see vote_tree."""
+        known = context.numpy()
+        rows = self._consulted(known, k)
         draft, parents = np.empty(max_nodes if k else 0, np.int64), np.empty(max_nodes if k else 0, np.int64)
-        rows, doubt, least = self._rows, self.voting.doubt, self.voting.least_confidence
-        nodes = vote_tree(rows.lengths, self._scales, self._powers, rows.tokens, doubt, least, draft, parents)
+        self._request.rows(known, rows.lengths, rows.tokens, self.voting.num_context)
+        nodes = vote_tree(rows.lengths, *self._votes, rows.tokens, *self._limits, draft, parents)
         laws = Laws.one_hot(nodes, self.vocab_size)
         return Proposal(torch.from_numpy(draft[:nodes]), laws, tuple(parents[:nodes].tolist()))
 
@@ -130,20 +133,46 @@ class SuffixDrafter:
         return chain_hits(torch.from_numpy(chains), answer)
 
     def _chain(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> Int64[np.ndarray, " k"]:
-        self._collect(context, k, grown)
-        draft = np.empty(k, np.int64)
-        rows, doubt, least = self._rows, self.voting.doubt, self.voting.least_confidence
-        return draft[: vote_chain(rows.lengths, self._scales, self._powers, rows.tokens, doubt, least, draft)]
+        rows, draft = self._consulted(context, k), np.empty(k, np.int64)
+        length = _voted_chain(
+            *self._request.arena(len(context)), context, grown, self.voting.num_context,
+            rows.lengths, *self._votes, rows.tokens, *self._limits, draft,
+        )  # fmt: skip
+        return draft[:length]
 
-    def _collect(self, context: Int64[np.ndarray, " context"], k: int, grown: bool = False) -> None:
-        """Fill the rows of the request and of each tier, in that order, with occurrences; clear those left over."""
+    def _consulted(self, context: Int64[np.ndarray, " context"], k: int) -> "_Rows":
+        """Return rows in which each tier has written occurrences, behind those that are kept for the request."""
         if self._rows.tokens.shape[1] != k:
             self._rows = _Rows.empty(len(self._rows.lengths), k)
-        lengths, tokens, end = self._rows.lengths, self._rows.tokens, self.voting.num_context
-        lengths[self._request.rows(context, lengths, tokens, end, grown) : end] = 0
+        rows, end = self._rows, self.voting.num_context
+        rows.lengths.fill(0)
         for tier, _ in self.tiers:
             begin, end = end, end + self.voting.num_nearest
-            lengths[tier.rows(context, lengths, tokens, begin, end) : end] = 0
+            tier.rows(context, rows.lengths, rows.tokens, begin, end)
+        return rows
+
+
+@jit
+def _voted_chain(
+    states: np.ndarray,
+    edges: np.ndarray,
+    table: np.ndarray,
+    counters: np.ndarray,
+    text: np.ndarray,
+    context: np.ndarray,
+    grown: bool,
+    num_context: int,
+    lengths: np.ndarray,
+    scales: np.ndarray,
+    powers: np.ndarray,
+    tokens: np.ndarray,
+    doubt: float,
+    least_confidence: float,
+    draft: np.ndarray,
+) -> int:
+    """Add the rows of the request and vote, in one call: entering compiled code takes as long as the work."""
+    followed_rows(states, edges, table, counters, text, context, grown, lengths, tokens, num_context)
+    return vote_chain(lengths, scales, powers, tokens, doubt, least_confidence, draft)
 
 
 def context_drafter(vocab_size: int, **voting: float) -> SuffixDrafter:

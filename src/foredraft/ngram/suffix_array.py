@@ -11,14 +11,15 @@ instead of by recursion, since the depth is bounded.
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, UInt64
 
-from foredraft.ngram.jit import jit, signed
+from foredraft.ngram.jit import jit, prefetch, signed
 
 SEPARATOR = 0
 NARROW_VOCAB = 65534  # largest vocabulary whose text takes two bytes a token
 Text = Integer[np.ndarray, " text"]
 Order = Int32[np.ndarray, " positions"]
 
-_INSERTION, _QUICK = 20, 1024  # largest group that is sorted so; larger ones by radix
+_DIRECT, _INSERTION, _QUICK = 8, 20, 1024  # largest group that is sorted so; larger ones by radix
+_AHEAD = 24  # suffixes by which text is fetched before it is read
 _DIGIT = 11
 
 
@@ -101,11 +102,16 @@ def _sort_stars(text: Text, star: np.ndarray, first_star: np.ndarray, depth: int
         while top >= 0:
             low, high, read = groups[top, 0], groups[top, 1], groups[top, 2]
             top -= 1
-            if high - low < 2:
+            if high - low <= _DIRECT:
+                _sort_directly(text, bucket, low, high, read, depth)
                 continue
+            varying = np.uint64(0)
             for index in range(low, high):
+                prefetch(text, signed(bucket[min(index + _AHEAD, high - 1)]) + read)
                 keys[index] = _key(text, bucket[index] + read, bits, per_key)
-            _sort_group(keys, bucket, low, high, spare_keys, spare, counts, stack)
+                varying |= keys[index] ^ keys[low]
+            if varying != np.uint64(0):
+                _sort_group(keys, bucket, low, high, varying, spare_keys, spare, counts, stack)
             if read + per_key >= depth:
                 continue
             begin = low
@@ -130,23 +136,42 @@ def _key(text: Text, position: int, bits: int, per_key: int) -> np.uint64:
 
 
 @jit
+def _sort_directly(text: Text, positions: np.ndarray, low: int, high: int, read: int, depth: int) -> None:
+    """Sort a few positions by all of their tokens from `read` to the depth."""
+    for index in range(low + 1, high):
+        position, hole = signed(positions[index]), index
+        while hole > low and _is_larger(text, signed(positions[hole - 1]), position, read, depth):
+            positions[hole] = positions[hole - 1]
+            hole -= 1
+        positions[hole] = position
+
+
+@jit
+def _is_larger(text: Text, left: int, right: int, read: int, depth: int) -> bool:
+    while read < depth and text[left + read] == text[right + read]:
+        read += 1
+    return read < depth and text[left + read] > text[right + read]
+
+
+@jit
 def _sort_group(
     keys: UInt64[np.ndarray, " keys"],
     values: np.ndarray,
     low: int,
     high: int,
+    varying: np.uint64,
     spare_keys: UInt64[np.ndarray, " keys"],
     spare: np.ndarray,
     counts: np.ndarray,
     stack: np.ndarray,
 ) -> None:
-    """Sort keys[low:high] and the values beside them."""
+    """Sort keys[low:high], which differ in the bits of `varying`, and the values beside them."""
     if high - low <= _INSERTION:
         _insertion_sort(keys, values, low, high)
     elif high - low <= _QUICK:
         _quick_sort(keys, values, low, high, stack)
     else:
-        _radix_sort(keys, values, low, high, spare_keys, spare, counts)
+        _radix_sort(keys, values, low, high, varying, spare_keys, spare, counts)
 
 
 @jit
@@ -197,14 +222,12 @@ def _radix_sort(
     values: np.ndarray,
     low: int,
     high: int,
+    varying: np.uint64,
     spare_keys: np.ndarray,
     spare: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     size = high - low
-    varying = np.uint64(0)
-    for index in range(low, high):
-        varying |= keys[index] ^ keys[low]
     from_keys, from_values = keys[low:high], values[low:high]
     to_keys, to_values = spare_keys[:size], spare[:size]
     swapped = False
@@ -245,6 +268,7 @@ def _induced(text: Text, size: int, first: np.ndarray, first_star: np.ndarray, s
     order[head[value]] = size - 1
     head[value] += 1
     for index in range(size):
+        prefetch(text, signed(order[min(index + _AHEAD, size - 1)]) - 1)
         position = order[index] - 1
         if position >= 0:
             value = signed(text[position])
@@ -253,6 +277,7 @@ def _induced(text: Text, size: int, first: np.ndarray, first_star: np.ndarray, s
                 head[value] += 1
     tail = first[1:].copy()
     for index in range(size - 1, -1, -1):
+        prefetch(text, signed(order[max(index - _AHEAD, 0)]) - 1)
         position = order[index] - 1
         if position >= 0:
             value, following = signed(text[position]), signed(text[position + 1])

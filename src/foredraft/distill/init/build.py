@@ -11,12 +11,14 @@ from foredraft.core.errors import RecipeError
 from foredraft.core.protocols import Answer
 from foredraft.distill.init.cut import parse_layers
 from foredraft.distill.init.heal import heal_linear
-from foredraft.distill.init.scratch import Plan, init_from_scratch, scratch_shape
+from foredraft.distill.init.scratch import Plan, init_from_scratch, scratch_shape, take_ends
 from foredraft.distill.init.shared import bytes_beside_target, fold_factors, share_factors
 from foredraft.distill.init.width import narrow
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.layers import keep_layers
+from foredraft.models.light.model import LightForCausalLM
+from foredraft.models.light.scratch import LightShape, light_net
 from foredraft.steps import InitStep
 
 
@@ -45,7 +47,10 @@ def build(target: PreTrainedModel, source: PreTrainedModel, step: InitStep, answ
     widths = _widths(step)
     if step.source == "scratch":
         generator = torch.Generator().manual_seed(step.seed)
-        return Built(init_from_scratch(target, Plan(len(layers), widths), step.embeddings == "random", generator), {})
+        own_ends = step.embeddings == "random"
+        if step.body == "attention":
+            return Built(init_from_scratch(target, Plan(len(layers), widths), own_ends, generator), {})
+        return Built(_light(target, len(layers), step, own_ends, generator), {})
     model = keep_layers(source, layers, [source.get_input_embeddings().weight, source.get_output_embeddings().weight])
     batches = calibration_batches(answers[: step.calibration]) if step.measures else []
     options: dict[str, Any] = {}
@@ -64,6 +69,17 @@ def build(target: PreTrainedModel, source: PreTrainedModel, step: InitStep, answ
     return Built(model, options)
 
 
+def _light(
+    target: PreTrainedModel, layers: int, step: InitStep, own_ends: bool, generator: torch.Generator
+) -> LightForCausalLM:
+    wide = scratch_shape(Shape.of(target.config), _widths(step), own_ends)
+    shape = LightShape(step.body, layers, wide.hidden, wide.heads, wide.ffn, step.kernel, step.active)
+    model = light_net(target, shape, generator)
+    if not own_ends:
+        take_ends(model, target, wide.hidden)
+    return model
+
+
 def require_possible(config: PretrainedConfig, step: InitStep) -> None:
     """Raise what `build` would raise for the settings alone.
 
@@ -75,7 +91,11 @@ def require_possible(config: PretrainedConfig, step: InitStep) -> None:
     """
     layers = parse_layers(step.layers, config.get_text_config().num_hidden_layers)
     if step.source == "scratch":
-        scratch_shape(Shape.of(config), _widths(step), step.embeddings == "random")
+        shape = scratch_shape(Shape.of(config), _widths(step), step.embeddings == "random")
+        if step.active > shape.ffn:
+            raise RecipeError(
+                f"active: {step.active} is more than the {shape.ffn} feed-forward channels. Ask for less."
+            )
         return
     if step.is_narrower:
         narrowed_shape(Shape.of(config), _widths(step))

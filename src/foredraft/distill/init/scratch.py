@@ -70,12 +70,13 @@ def init_from_scratch(
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
     if not own_ends:
-        _take_ends(model, target, wanted.hidden)
+        take_ends(model, target, wanted.hidden)
     model.generation_config = copy.deepcopy(target.generation_config)
     return model
 
 
-def _take_ends(model: PreTrainedModel, target: PreTrainedModel, hidden: int) -> None:
+def take_ends(model: PreTrainedModel, target: PreTrainedModel, hidden: int) -> None:
+    """Give a new model the target's embeddings and head, or their leading directions where it is narrower."""
     table, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     if hidden == table.shape[1]:
         model.get_input_embeddings().weight = table
