@@ -63,7 +63,7 @@ TRAPS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "padded vocabulary (vllm#5203, transformers#45307)": (
         lambda folder: (save_tiny(folder, num_layers=1, vocab_size=288), None)[1],
         "vllm",
-        "vocab_size must be equal, padding included: 272 and 288. Pad the draft to 272 rows.",
+        "vocab_size must be equal, padding included: 272 and 288. Pad the draft to 272 rows, as foredraft export does.",
     ),
     "other tokens under equal sizes (sglang#24051, llama.cpp PR#3812)": (
         another_token,

@@ -80,7 +80,7 @@ def transformers(pair: PairFacts) -> Iterator[Finding]:
         yield Finding(
             f"vocab_size {pair.target.num_rows:,} and {pair.draft.num_rows:,} differ ({why}): generate() wants both "
             "tokenizers, and goes through text at every block.",
-            f"Pad the draft to {pair.target.num_rows:,} rows."
+            _pad_to(pair.target.num_rows)
             if pair.same_tokens
             else f"Pass tokenizer= and assistant_tokenizer=, or: {_TRANSPLANT}",
         )
@@ -98,7 +98,7 @@ def vllm(pair: PairFacts) -> Iterator[Finding]:
     if pair.target.num_rows != pair.draft.num_rows:
         yield Finding(
             f"vocab_size must be equal, padding included: {pair.target.num_rows:,} and {pair.draft.num_rows:,}.",
-            f"Pad the draft to {pair.target.num_rows:,} rows."
+            _pad_to(pair.target.num_rows)
             if pair.same_tokens
             else 'Set "use_heterogeneous_vocab": true (greedy draft only; tokens that only one side has are never '
             f"drafted: {pair.shared:.0%} map), or: {_TRANSPLANT}",
@@ -155,7 +155,7 @@ def llamacpp(pair: PairFacts) -> Iterator[Finding]:
     if (apart := abs(target.num_rows - draft.num_rows)) > _LLAMACPP_SIZE_DIFFERENCE:
         yield Finding(
             f"The vocabularies are {apart:,} rows apart; at most {_LLAMACPP_SIZE_DIFFERENCE} are taken.",
-            f"Pad the draft to {target.num_rows:,} rows." if pair.same_tokens else _TRANSPLANT,
+            _pad_to(target.num_rows) if pair.same_tokens else _TRANSPLANT,
             True,
         )
     both = min(target.num_rows, draft.num_rows)
@@ -224,8 +224,12 @@ def tensorrt_llm(pair: PairFacts) -> Iterator[Finding]:
     if pair.only_padding_differs:
         yield Finding(
             f"vocab_size {pair.target.num_rows:,} and {pair.draft.num_rows:,} gave incompatible buffers in the past.",
-            f"Pad the draft to {pair.target.num_rows:,} rows.",
+            _pad_to(pair.target.num_rows),
         )
+
+
+def _pad_to(rows: int) -> str:
+    return f"Pad the draft to {rows:,} rows, as foredraft export does."
 
 
 def _needs_folders(pair: PairFacts, runtime: str) -> Iterator[Finding]:
@@ -249,7 +253,7 @@ def _other_tokens(pair: PairFacts, rule: str) -> Iterator[Finding]:
 
 def _unequal_rows(pair: PairFacts, rule: str) -> Iterator[Finding]:
     if pair.draft.num_rows and pair.target.num_rows != pair.draft.num_rows:
-        fix = f"Pad the draft to {pair.target.num_rows:,} rows." if pair.same_tokens else _TRANSPLANT
+        fix = _pad_to(pair.target.num_rows) if pair.same_tokens else _TRANSPLANT
         yield Finding(f"{rule}: {pair.target.num_rows:,} and {pair.draft.num_rows:,}.", fix, True)
 
 

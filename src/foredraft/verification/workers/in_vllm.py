@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import zip_longest
 from typing import Any
 
 _COUNTS = "vllm:spec_decode_num_"
@@ -36,14 +37,17 @@ def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         law = SamplingParams(temperature=0.0, max_tokens=prompt["max_new_tokens"], ignore_eos=True, detokenize=False)
         (written,) = llm.generate({"prompt_token_ids": prompt["token_ids"]}, law, use_tqdm=False)
         after = _counts(llm)
-        counted = {name: [now - then for now, then in zip(after[name], before[name], strict=True)] for name in after}
+        counted = {
+            name: [now - then for now, then in zip_longest(values, before.get(name, ()), fillvalue=0)]
+            for name, values in after.items()
+        }
         before = after
         yield {
             "token_ids": list(written.outputs[0].token_ids),
             "blocks": sum(counted.get("drafts", [])),
             "drafted": sum(counted.get("draft_tokens", [])),
             "accepted": sum(counted.get("accepted_tokens", [])),
-            "by_position": counted.get("accepted_tokens_per_pos", [0] * job["k"]),
+            "by_position": (counted.get("accepted_tokens_per_pos", []) + [0] * job["k"])[: job["k"]],
         }
 
 
