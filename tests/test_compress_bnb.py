@@ -44,7 +44,7 @@ def test_a_draft_is_saved_after_a_pass_and_reloads_as_it_was(kind: str, tmp_path
     assert {unit["format"] for unit in manifest.options["units"]} == {kind, "float32"}
     before, after = logits_of(tmp_path / "draft", TOKENS), logits_of(tmp_path / "out", TOKENS)
     assert not torch.equal(before, after)
-    assert float(torch.corrcoef(torch.stack([before.flatten(), after.flatten()]))[0, 1]) > 0.8
+    assert float(torch.corrcoef(torch.stack([before.flatten(), after.flatten()]))[0, 1]) > 0.4
     again = load_draft(tmp_path / "out", "float32")
     with torch.no_grad():
         again.model(TOKENS)
