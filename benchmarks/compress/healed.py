@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=8)
     parser.add_argument("--answers", type=int, default=24)
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--only-healed", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("healing-points"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -49,9 +50,8 @@ def main() -> None:
     plain = measure(draft, bench)
     size = step_facts(draft, formats).weight_bytes / step_facts(draft, {}).weight_bytes
     print(f"{asked.draft.name} for {trace.info.target}, {trace.info.law}; {size:.3f} of the bytes of a bfloat16 step")
-    print(
-        f"| draft | expected_acceptance | paired change, 95 % | tokens per call, k={asked.k} | s |\n|---|---|---|---|---|"
-    )
+    print(f"| draft | expected_acceptance | paired change, 95 % | tokens per call, k={asked.k} | s |")
+    print("|---|---|---|---|---|")
     print(f"| bf16 | {plain.expected_acceptance:.4f} | | {plain.mean_tokens_per_call(asked.k):.3f} | |", flush=True)
 
     def rounder() -> object:
@@ -66,9 +66,10 @@ def main() -> None:
             flush=True,
         )
 
-    started = time.process_time()
-    rounded = quantize(draft, formats, rounder())
-    show(f"rounded, {asked.method}", rounded, time.process_time() - started)
+    if not asked.only_healed:
+        started = time.process_time()
+        rounded = quantize(draft, formats, rounder())
+        show(f"rounded, {asked.method}", rounded, time.process_time() - started)
     started = time.process_time()
     heal = HealSettings(tokens=asked.tokens, learning_rate=asked.rate)
     job = Finish(asked.draft, load_target(asked.target, "float32"), [train], bench, asked.k, asked.work)

@@ -72,8 +72,8 @@ def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> Non
             draft.model.save_pretrained(folder)
     except NotImplementedError as error:
         raise ModelError(
-            "transformers does not write weights of this format that it has read, as those of LLM.int8: go on from the "
-            "draft that they were made from."
+            "transformers does not write weights of this format that it has read, as those of bitsandbytes: go on from "
+            "the draft that they were made from."
         ) from error
     tokenizer.save_pretrained(folder)
     if len(draft.head_token_ids):
