@@ -56,6 +56,12 @@ def cascaded(uniform: Callable[[], float]) -> Cascade:
     return Cascade(MarkovDrafter(MIDDLE), MarkovSession(MIDDLE), MarkovDrafter(DRAFT, uniform=uniform), 1)
 
 
+def of_four_levels(uniform: Callable[[], float]) -> Cascade:
+    """Return copies that draft for a light model, which drafts for the middle model."""
+    light = Cascade(MarkovDrafter(DRAFT), MarkovSession(DRAFT), Lookup(2), 1)
+    return Cascade(MarkovDrafter(MIDDLE), MarkovSession(MIDDLE), light, 1)
+
+
 WAYS = {
     "chain": Way(model(DRAFT)),
     "chain of a greedy draft": Way(model(DRAFT, GREEDY)),
@@ -68,6 +74,7 @@ WAYS = {
     "block, target at another temperature": Way(model(DRAFT), WARM, rule=verify_block),
     "copies": Way(lambda uniform: Lookup(2)),
     "cascade": Way(cascaded, length=2),
+    "cascade of four levels": Way(of_four_levels, length=2),
     "tree of draws": Way(tree(DRAFT, TreeShape(3, 2)), length=2),
     "tree of draws without replacement": Way(tree(WIDE_DRAFT, TreeShape(3, 3)), k=1, length=1, target=WIDE_TARGET),
     "tree of best children": Way(tree(DRAFT, TreeShape(5, 2, 1.0), GREEDY), length=2),

@@ -69,7 +69,7 @@ def _cascades(
     found = []
     for small in below["drafters"]:
         faster = _predicted(small, rows)
-        if not (faster and _predicted(middle, rows)):
+        if not (faster and _predicted(middle, rows) and _drafting(middle, rows)):
             continue
         speedup = {k: _times_faster(faster, int(k)) for k in middle["mean_tokens_per_call"]}
         predicted = _sped_up(middle, law, speedup, rows)
@@ -89,6 +89,12 @@ def _predicted(entry: Mapping[str, Any], rows: str) -> Mapping[str, float]:
     return (entry.get("batch") or {}).get(rows, {}).get("predicted_speedup") or {}
 
 
+def _drafting(entry: Mapping[str, Any], rows: str) -> Mapping[str, float]:
+    """Return the seconds of drafting by length; older reports keep them for one request alone."""
+    single = entry["draft_seconds"] if rows == "1" else {}
+    return entry["batch"][rows].get("draft_seconds") or single
+
+
 def _times_faster(predicted: Mapping[str, float], k: int) -> float:
     """Return how many times faster k tokens are drafted: the small drafter's blocks end within them."""
     return min(max((value for length, value in predicted.items() if int(length) < k), default=1.0), float(k))
@@ -99,7 +105,7 @@ def _sped_up(
 ) -> dict[str, float]:
     """Return the predicted speedup with draft steps that many times as fast, all else being as it was."""
     timed, found = law["batch"][rows]["target_seconds"], {}
-    drafting = middle["batch"][rows]["draft_seconds"]
+    drafting = _drafting(middle, rows)
     lengths = sorted(map(int, drafting))
     for k, overall in _predicted(middle, rows).items():
         tokens = middle["mean_tokens_per_call"][k]

@@ -91,8 +91,8 @@ class BlockCosts:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "BlockCosts":
-        seconds = (np.array(data[name], float) for name in ("target_seconds", "draft_seconds"))
-        return BlockCosts(*seconds, data["overhead"], data["plain_overhead"])
+        target, drafts = np.array(data["target_seconds"], float), np.array(data["draft_seconds"], float)
+        return BlockCosts(target, drafts, data["overhead"], data["plain_overhead"])
 
 
 def at_batch_size(law: Mapping[str, Any], rows: str) -> dict[str, Any]:
