@@ -131,6 +131,7 @@ def test_a_new_net_starts_from_the_targets_own_ends(target: LocalTarget, body: s
     assert isinstance(model, LightForCausalLM)
     assert (model.config.mixer, model.config.active_channels, len(model.model.layers)) == (body, 8, 2)
     assert torch.equal(model.get_input_embeddings().weight, target.model.get_input_embeddings().weight)
+    assert model.generation_config.eos_token_id == target.model.generation_config.eos_token_id
     assert len(drafter.propose(text(10), 4, torch.Generator())) == 4
     with pytest.raises(CapabilityError, match="is a light net, which transformers runs only where foredraft"):
         export_transformers(tmp_path / "draft", target, 4, tmp_path / "exported")

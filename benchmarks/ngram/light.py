@@ -66,8 +66,9 @@ def main() -> None:
     step = DistillStep(tokens=options.tokens, learning_rate=2e-3, finish="tvd_plus_plus")
     for name, init in NETS.items():
         folder = options.work / name.replace(" ", "-").replace(",", "")
-        if not (folder / "trained").exists():
+        if not (folder / "new").exists():
             verbs.init_draft(target, train, init, folder / "new")
+        if not (folder / "trained").exists():
             trainings.distill_draft(folder / "new", target, train, step, folder / "trained")
         net = load_causal_lm_drafter(folder / "trained", "float32")
         rows = [_row(name, net, net.num_bytes, held_out)]

@@ -4,16 +4,19 @@
 
 Corpora: the Python standard library of the running interpreter and this machine's man pages, split by file; of the
 held-out files at most 6,000 tokens each are drafted. Code edit: the old version is the prompt, the new one is drafted.
-Every block has `k` = 8 draft tokens, trees have 8 nodes, and a miss costs one call. Times are CPU time of one thread,
-the clock's own microsecond included; what a drafter needs to take in new text is part of them. Snowflake's tree
-stands in the table where `arctic_inference` is installed.
+Every block has `k` = 8 draft tokens, trees have 8 nodes, and a miss costs one call. Times are CPU time of one thread:
+drafts at every position of the first texts of a set, drafter after drafter, in rounds; medians with the least and the
+largest round. What a drafter needs to take in new text is part of them. Accepted tokens depend on no machine, and
+`--texts 0` leaves them out. Snowflake's tree stands in the table where `arctic_inference` is installed.
 """
 
 import argparse
+import math
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,18 +35,35 @@ from foredraft.ngram.suffix import SuffixDrafter, Voting
 
 K = 8
 DEPTH = 32
+ROUNDS = 5
+TIMED_TEXTS, TIMED_TOKENS = 3, 500
 GENERATOR = torch.Generator()
 TREE, TUNED_TREE = "Snowflake's tree, defaults", "Snowflake's tree, tuned tree"
 TUNED = {"min_token_prob": 0.0, "max_spec_factor": 4.0, "max_spec_offset": 8.0, "use_tree_spec": True}
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Figures of several rounds: the median, the least and the largest."""
+
+    median: float
+    least: float
+    largest: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Spread":
+        return Spread(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.least:.3g}..{self.largest:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
-    """What became of a drafter's blocks: draft tokens kept in a call, and CPU time of a draft."""
+    """Draft tokens of a drafter kept in a call, NaN where nothing was decoded, and CPU microseconds of a draft."""
 
     accepted_per_call: float
-    us_per_draft: float
-    calls: int
+    us_per_draft: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +71,9 @@ class Result:
     """Everything that the table shows: figures by corpus, by set of texts and drafter, and by part of a draft."""
 
     corpus_tokens: int
-    builds: dict[str, dict[str, float]]
+    builds: dict[str, dict[str, Spread]]
     scores: dict[str, dict[str, Score]]
-    parts: dict[str, float]
+    parts: dict[str, Spread]
 
 
 def main() -> None:
@@ -79,26 +99,46 @@ def main() -> None:
                 result.parts.update(_parts(index, texts.scored, vocab_size))
             for one, answers in scored.items():
                 result.scores[one] = {}
+                times = draft_times(drafters, answers)
                 for drafter, guess in drafters.items():
-                    result.scores[one][drafter] = decode(guess, answers[: options.texts])
+                    accepted = accepted_per_call(guess, answers[: options.texts])
+                    result.scores[one][drafter] = Score(accepted, times[drafter])
                     (options.out / "table.md").write_text(_table(result), encoding="utf-8")
 
 
-def decode(guess: peers.Guess, answers: Sequence[Answer]) -> Score:
-    """Return what speculative decoding with certain drafts would do over all texts, and what the drafts cost."""
-    guess(answers[0].token_ids[:32])
+def accepted_per_call(guess: peers.Guess, answers: Sequence[Answer]) -> float:
+    """Return the draft tokens kept in a call when certain drafts are decoded with over all texts."""
     calls = accepted = 0
-    spent = 0.0
     for answer in answers:
         text, at = answer.token_ids.tolist(), answer.start
         while at < len(text):
-            context = answer.token_ids[:at]
-            begun = time.thread_time()
-            proposal = guess(context)
-            spent += time.thread_time() - begun
-            kept = _accepted(proposal, text[at : at + K])
+            kept = _accepted(guess(answer.token_ids[:at]), text[at : at + K])
             calls, accepted, at = calls + 1, accepted + kept, at + kept + 1
-    return Score(accepted / calls, 1e6 * spent / calls, calls)
+    return accepted / calls if calls else math.nan
+
+
+def draft_times(drafters: Mapping[str, peers.Guess], answers: Sequence[Answer]) -> dict[str, Spread]:
+    """Return CPU microseconds of a draft at each position of the first texts; drafters take turns."""
+    contexts = [
+        answer.token_ids[:end]
+        for answer in answers[:TIMED_TEXTS]
+        for end in range(answer.start, min(answer.start + TIMED_TOKENS, len(answer.token_ids)))
+    ]
+    return _in_turns({name: (guess, contexts) for name, guess in drafters.items()})
+
+
+def _in_turns(calls: Mapping[str, tuple[Callable[[Any], object], Sequence[Any]]]) -> dict[str, Spread]:
+    """Return CPU microseconds of each call over its values, by rounds."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for call, values in calls.values():
+        call(values[0])  # compiles
+    for _ in range(ROUNDS):
+        for name, (call, values) in calls.items():
+            begun = time.thread_time()
+            for value in values:
+                call(value)
+            spent[name].append(1e6 * (time.thread_time() - begun) / len(values))
+    return {name: Spread.of(rounds) for name, rounds in spent.items()}
 
 
 def _accepted(proposal: Proposal, text: list[int]) -> int:
@@ -114,20 +154,22 @@ def _accepted(proposal: Proposal, text: list[int]) -> int:
     return len(text)
 
 
-def _build(texts: TextSet, vocab_size: int, path: Path) -> tuple[SuffixIndex, dict[str, float]]:
+def _build(texts: TextSet, vocab_size: int, path: Path) -> tuple[SuffixIndex, dict[str, Spread]]:
     size = sum(len(text) for text in texts.corpus)
     build_suffix_index(texts.corpus[:1], vocab_size, "", DEPTH, path)  # compiles
-    seconds = [cpu(partial(build_suffix_index, texts.corpus, vocab_size, "", DEPTH, path)) for _ in range(3)]
-    begun = time.perf_counter()
+    seconds = [cpu(partial(build_suffix_index, texts.corpus, vocab_size, "", DEPTH, path)) for _ in range(ROUNDS)]
+    opened = [1e3 * cpu(partial(open_suffix_index, path)) for _ in range(ROUNDS)]
     index = open_suffix_index(path)
-    opened = time.perf_counter() - begun
     index.container.verify()
-    on_disk, in_memory = path.stat().st_size / size, index.num_bytes / size
-    figures = {"build Mtok/s": size / min(seconds) / 1e6, "bytes/token on disk": on_disk}
-    return index, figures | {"in memory": in_memory, "open ms": 1e3 * opened}
+    return index, {
+        "build Mtok/s": Spread.of([size / one / 1e6 for one in seconds]),
+        "bytes/token on disk": Spread.of([path.stat().st_size / size]),
+        "in memory": Spread.of([index.num_bytes / size]),
+        "open ms": Spread.of(opened),
+    }
 
 
-def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict[str, peers.Guess], dict[str, float]]:
+def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict[str, peers.Guess], dict[str, Spread]]:
     """Return every drafter that is compared, and what the peer's tree took to build."""
     request, both = SuffixDrafter(vocab_size), SuffixDrafter(vocab_size, [(index, 1.0)])
     static = SuffixDrafter(vocab_size, [(index, 1.0)], Voting(num_context=0))
@@ -140,7 +182,7 @@ def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict
         begun = time.thread_time()
         tree = peers.SuffixTreePeer(texts.corpus, vocab_size, K)
         spent = time.thread_time() - begun
-        figures["Snowflake's build Mtok/s"] = sum(len(text) for text in texts.corpus) / spent / 1e6
+        figures["Snowflake's build Mtok/s"] = Spread.of([sum(len(text) for text in texts.corpus) / spent / 1e6])
         drafters |= {TREE: tree.guess(), TUNED_TREE: tree.guess(**TUNED)}
     drafters |= {
         "ours, request, chain": lambda context: request.propose(context, K, GENERATOR),
@@ -151,33 +193,31 @@ def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict
     return drafters, figures
 
 
-def _parts(index: SuffixIndex, answers: Sequence[Answer], vocab_size: int) -> dict[str, float]:
+def _parts(index: SuffixIndex, answers: Sequence[Answer], vocab_size: int) -> dict[str, Spread]:
     """Return CPU microseconds of the parts of a draft, over every position of some texts."""
     texts = [answer.token_ids.numpy() for answer in answers[:6]]
     contexts = [text[:end] for text in texts for end in range(1, len(text))]
     tensors = [torch.from_numpy(context) for context in contexts]
-    lengths, tokens = np.empty(28, np.int64), np.empty((28, K), np.int64)
+    lengths, tokens = np.empty(24, np.int64), np.empty((24, K), np.int64)
     request, both = SuffixDrafter(vocab_size), SuffixDrafter(vocab_size, [(index, 1.0)])
+    static = SuffixDrafter(vocab_size, [(index, 1.0)], Voting(num_context=0))
+    again = SuffixDrafter(vocab_size)
 
-    def each(call: Callable[[Any], object], values: Sequence[Any]) -> float:
-        call(values[0])
-        return 1e6 * min(cpu(lambda: [call(value) for value in values]) for _ in range(3)) / len(values)
+    def grown(call: Callable[..., object]) -> Callable[[np.ndarray], object]:
+        """Say of each context but a text's first that it goes on from the one before, as replay does."""
+        return lambda context: call(context, grown=len(context) > 1)
 
-    chained = each(lambda context: both._chain(context, K, grown=len(context) > 1), contexts)
-    return {
-        "update of the request tier, a token": each(
-            lambda context: request._request.follow(context, grown=len(context) > 1), contexts
-        ),
-        "chain from the request, update included": each(
-            lambda context: request._chain(context, K, grown=len(context) > 1), contexts
-        ),
-        "matches in the corpus": each(lambda context: index.rows(context, lengths, tokens, 0, 24), contexts),
-        "chain from both": chained,
-        "propose(): checks of the context and the objects on top": each(
-            lambda context: both.propose(context, K, GENERATOR), tensors
-        )
-        - chained,
-    }
+    return _in_turns(
+        {
+            "update of the request tier, a token": (grown(request._request.follow), contexts),
+            "chain from the request, update included": (grown(partial(request._chain, k=K)), contexts),
+            "chain from the request that is known": (partial(again._chain, k=K, grown=True), [contexts[400]] * 2000),
+            "matches in the corpus": (lambda context: index.rows(context, lengths, tokens, 0, 24), contexts),
+            "chain from the corpus": (grown(partial(static._chain, k=K)), contexts),
+            "chain from both": (grown(partial(both._chain, k=K)), contexts),
+            "propose() from both, contexts compared": (lambda context: both.propose(context, K, GENERATOR), tensors),
+        }
+    )
 
 
 def cpu(call: Callable[[], object]) -> float:
@@ -199,19 +239,19 @@ def _table(result: Result) -> str:
     columns = list(next(iter(result.builds.values())))
     lines += ["| corpus | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
     for name, row in result.builds.items():
-        lines.append(f"| {name} | " + " | ".join(f"{row[key]:.2f}" for key in columns) + " |")
-    lines += ["", "Draft tokens accepted in a call (CPU microseconds of a draft):", ""]
+        lines.append(f"| {name} | " + " | ".join(str(row[key]) for key in columns) + " |")
+    lines += ["", "Draft tokens accepted in a call; CPU microseconds of a draft, the objects around it included:", ""]
     lines += ["| drafter | " + " | ".join(result.scores) + " |", "| --- |" + " --- |" * len(result.scores)]
     for drafter in next(iter(result.scores.values())):
         cells = [_cell(scores.get(drafter)) for scores in result.scores.values()]
         lines.append(f"| {drafter} | " + " | ".join(cells) + " |")
     lines += ["", "| part of a draft, code | CPU microseconds |", "| --- | --- |"]
-    lines += [f"| {part} | {spent:.1f} |" for part, spent in result.parts.items()]
+    lines += [f"| {part} | {spent} |" for part, spent in result.parts.items()]
     return "\n".join(lines) + "\n"
 
 
 def _cell(score: Score | None) -> str:
-    return "" if score is None else f"{score.accepted_per_call:.3f} ({score.us_per_draft:.0f})"
+    return "" if score is None else f"{score.accepted_per_call:.3f}; {score.us_per_draft}"
 
 
 if __name__ == "__main__":

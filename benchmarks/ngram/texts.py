@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from words import Words
 
 from foredraft.core.protocols import Answer
 
@@ -81,6 +82,7 @@ def in_hash_order(files: Iterable[Path]) -> list[Path]:
 
 def token_lists(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the token ids of each readable text of 200 bytes to 400 kB; no text twice."""
+    words = Words(tokenizer)
     seen: set[bytes] = set()
     batch: list[str] = []
     for text in _texts(files):
@@ -90,9 +92,9 @@ def token_lists(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndar
         seen.add(digest)
         batch.append(text)
         if len(batch) == _TEXTS_AT_ONCE:
-            yield from _encoded(batch, tokenizer)
+            yield from words.encode(batch)
             batch = []
-    yield from _encoded(batch, tokenizer)
+    yield from words.encode(batch)
 
 
 def _texts(files: Iterable[Path]) -> Iterator[str]:
@@ -104,8 +106,3 @@ def _texts(files: Iterable[Path]) -> Iterator[str]:
             continue
         if _SHORTEST_BYTES < len(text) < _LONGEST_BYTES:
             yield text
-
-
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array(encoding.ids, np.int32)

@@ -8,7 +8,14 @@ from typing import Any, ClassVar, final
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from foredraft.models.light.convolution import Convolution
@@ -118,7 +125,7 @@ class LightModel(_LightPreTrained):
 
 
 @final
-class LightForCausalLM(_LightPreTrained):
+class LightForCausalLM(_LightPreTrained, GenerationMixin):  # type: ignore[misc]
     """A light net with its head."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
