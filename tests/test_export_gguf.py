@@ -11,12 +11,16 @@ import torch
 from gguf import GGUFReader, GGUFWriter, dequantize
 from tokenizers import models, normalizers, pre_tokenizers
 
+from foredraft.compress.quantize import quantize
 from foredraft.core.errors import CheckpointError, ModelError, OutputError, UserError, VocabMismatchError
 from foredraft.export import llamacpp
 from foredraft.export.gguf_file import refuse_changed_file, write_gguf
 from foredraft.export.gguf_tensors import TYPES, stored_tensors
 from foredraft.export.gguf_vocabulary import pre_tokenizer_name, vocabulary_fields
 from foredraft.export.llamacpp import export_llamacpp
+from foredraft.lineage import blank_manifest
+from foredraft.models.compressed import WeightFormat
+from foredraft.models.draft import Draft, save_draft
 from foredraft.models.loading import load_causal_lm
 from foredraft.models.target import LocalTarget, load_target
 from tests.test_models_gguf import _write_gguf as write_by_hand
@@ -196,3 +200,48 @@ def test_an_export_that_fails_leaves_nothing(
 def test_a_draft_of_other_tokens_is_refused(target: LocalTarget, tiny_draft_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(VocabMismatchError, match="token 259 is nothing here and '12' there"):
         export_llamacpp(tiny_draft_folder, target, 3, tmp_path / "out")
+
+
+ROUNDED = {
+    "layers.0.qkv": WeightFormat(4, 32),
+    "layers.0.down": WeightFormat(4, 64),
+    "layers.1.gate_up": WeightFormat(8, 0),
+}
+
+
+def test_a_rounded_draft_keeps_its_very_integers(target: LocalTarget, tmp_path: Path) -> None:
+    draft = quantize(Draft(tiny_model(num_layers=2, seed=3)), ROUNDED)
+    save_draft(draft, tmp_path / "draft", blank_manifest(target, "causal-lm"), target.tokenizer)
+    export_llamacpp(tmp_path / "draft", target, 3, tmp_path / "out", "stored")
+    read = load_causal_lm(str(tmp_path / "out" / "draft.gguf"), "float32").model
+    types = {str(one.name): one.tensor_type.name for one in GGUFReader(tmp_path / "out" / "draft.gguf").tensors}
+    assert (types["blk.0.attn_k.weight"], types["blk.1.ffn_up.weight"], types["blk.1.attn_q.weight"]) == (
+        "Q4_0",
+        "Q8_0",
+        "F16",
+    )
+    for name in ("0.self_attn.q_proj", "0.self_attn.k_proj", "0.mlp.down_proj"):
+        rounded = draft.model.get_submodule(f"model.layers.{name}").unpacked(torch.float32)
+        assert torch.equal(read.get_submodule(f"model.layers.{name}").weight, rounded)
+    eight = draft.model.model.layers[1].mlp.up_proj
+    assert torch.equal(read.model.layers[1].mlp.up_proj.weight, eight.weight.float() * eight.weight_scale.float())
+
+
+def test_types_by_unit_and_a_head_of_its_own(target: LocalTarget, tmp_path: Path) -> None:
+    save_draft(
+        Draft(tiny_model(num_layers=2)), tmp_path / "draft", blank_manifest(target, "causal-lm"), target.tokenizer
+    )
+    export_llamacpp(
+        tmp_path / "draft", target, 3, tmp_path / "out", "q8_0", "layers.1.down=q4_1;layers.*.down=q5_0;head=q4_0"
+    )
+    types = {str(one.name): one.tensor_type.name for one in GGUFReader(tmp_path / "out" / "draft.gguf").tensors}
+    assert [types[f"blk.{layer}.ffn_down.weight"] for layer in (0, 1)] == ["Q5_0", "Q4_1"]
+    assert (types["token_embd.weight"], types["output.weight"], types["blk.0.attn_q.weight"]) == (
+        "Q8_0",
+        "Q4_0",
+        "Q8_0",
+    )
+    export_llamacpp(tmp_path / "draft", target, 3, tmp_path / "tied", "q8_0", "layers.1.down=q4_1")
+    assert not any(str(one.name) == "output.weight" for one in GGUFReader(tmp_path / "tied" / "draft.gguf").tensors)
+    with pytest.raises(UserError, match="matches no unit"):
+        export_llamacpp(tmp_path / "draft", target, 3, tmp_path / "no", "q8_0", "layers.7.*=q4_0")

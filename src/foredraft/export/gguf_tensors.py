@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError, UserError
 from foredraft.core.multiples import refuses_head_size
+from foredraft.export.gguf_types import integer_blocks
 from foredraft.models.gguf import ARCHITECTURES, INTERLEAVED, LAYER_PARTS
 from foredraft.models.int8 import Int8Linear
 from foredraft.models.packed import PackedLinear
@@ -53,7 +54,8 @@ class StoredTensor:
 def stored_tensors(model: PreTrainedModel, default: str, types: Mapping[str, str]) -> Iterator[StoredTensor]:
     """Yield the tensors of a model, matrices rounded to the type that is asked for them.
 
-    Vectors stay float32. Rows that are no multiple of 32 long cannot be rounded in blocks and are kept in f16.
+    Integers of a rounded draft that the type holds stay what they are. Vectors stay float32. Rows that are no multiple
+    of 32 long cannot be rounded in blocks and are kept in f16.
 
     Args:
         default: A key of TYPES, for matrices that `types` does not name.
@@ -76,7 +78,9 @@ def stored_tensors(model: PreTrainedModel, default: str, types: Mapping[str, str
             asked = types.get(module_name, default) if array.ndim == 2 else "f32"
             unnamed.discard(module_name)
             rounded = asked if array.shape[-1] % _BLOCK == 0 or asked in ("f32", "f16", "bf16") else "f16"
-            yield StoredTensor(name, rounded, array, _rounded(array, rounded))
+            blocks = integer_blocks(module, rounded) if kind == "weight" else None
+            exact = None if blocks is None else _ordered(model, name, torch.from_numpy(blocks)).contiguous().numpy()
+            yield StoredTensor(name, rounded, array, _rounded(array, rounded) if exact is None else exact)
     if unnamed:
         raise UserError(f"{min(unnamed)} is no matrix of the draft that is stored: name others, or leave it out.")
 
@@ -106,6 +110,11 @@ def refuse_other_models(model: PreTrainedModel) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ModelError(f"This draft cannot be written as GGUF: {reason}. Make it from a llama or qwen2 target.")
+
+
+def tensor_name(module_name: str) -> str:
+    """Return llama.cpp's name of a module's weight."""
+    return f"{_stem(module_name)}.weight"
 
 
 def head_size(model: PreTrainedModel) -> int:
