@@ -21,6 +21,9 @@ _STATES_USED, _EDGES_USED, _NEWEST, _SIZE = range(4)  # entries of counters
 _NONE = -1
 
 
+Arena = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 @dataclass(slots=True)
 class Automaton:
     """One packed arena; its capacity is counted in tokens."""
@@ -68,7 +71,7 @@ class Automaton:
         """
         return followed_rows(*self.arena(len(context)), context, grown, lengths, tokens, end_row)
 
-    def arena(self, size: int) -> tuple[np.ndarray, ...]:
+    def arena(self, size: int) -> Arena:
         """Return what kernels take first, with room for a context of `size` tokens."""
         if size > len(self.text):
             larger = Automaton.empty(2 * size)
