@@ -136,6 +136,7 @@ def test_another_vocabulary_and_an_impossible_text_are_refused(tmp_path: Path) -
         score("draft", MarkovDrafter(TABLE), build_trace(tmp_path / "none", [], PLAIN, vocab_size=VOCAB), [1])
 
 
+@pytest.mark.slow
 def test_what_learns_from_answers_is_scored_on_all_of_them_in_one(tmp_path: Path) -> None:
     """However long the trace: the last of 70 answers says again what the first one said."""
     texts = [list(range(40, 70)), *([100 + number, 200 - number, 3] for number in range(68))]

@@ -163,6 +163,7 @@ def test_json_errors_are_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert json.loads(capsys.readouterr().out) == {"error": "There is no recipe missing.yaml."}
 
 
+@pytest.mark.slow
 def test_the_verbs_work_alone_on_files_the_user_names(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

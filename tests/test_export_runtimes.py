@@ -129,7 +129,7 @@ def test_a_predicted_slowdown_is_said(
 def test_unknown_runtimes_and_options_are_named(target: LocalTarget, draft_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="Unknown runtime to export for 'vlm'.*Did you mean 'vllm'"):
         export_draft(draft_folder, target, "vlm", 3, tmp_path / "out")
-    with pytest.raises(UserError, match="llama.cpp takes type, not 'kind'"):
+    with pytest.raises(UserError, match="llama.cpp takes type, types, not 'kind'"):
         refuse_unknown_runtime("llama.cpp:kind=f16")
     for name in names("exporters"):
         refuse_unknown_runtime(name)

@@ -5,16 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft import pool
+from foredraft import collecting
 from foredraft.core.errors import ModelError, VocabMismatchError
 from foredraft.core.law import GREEDY
+from foredraft.core.progress import SILENT
 from foredraft.core.protocols import Target
 from foredraft.models.loading import LoadedModel
 from foredraft.models.remote.twin import ServedTwin
 from foredraft.models.target import LocalTarget
 from foredraft.settings import TraceSettings
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.store import require_same
+from foredraft.trace.store import Trace, require_same
 from foredraft.workspace import Workspace
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -28,16 +29,15 @@ def target(name: str, seed: int = 0, tokenizer: str = "tokenizer") -> LocalTarge
 def test_a_served_trace_bears_the_local_targets_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local, server = target("local"), target("served")
     asked = []
-    monkeypatch.setattr(pool, "connect", lambda url, *_: asked.append(url) or server)
+    monkeypatch.setattr(collecting, "connect", lambda url, *_: asked.append(url) or server)
     settings = TraceSettings.model_validate(
         {"prompts": [{"file": "-"}], "max_new_tokens": 5, "top": 4, "server": {"url": "http://there"}}
     )
 
-    def collected() -> object:
-        writer = pool._writer(local, settings)
-        return pool._collected(
-            Workspace.open(tmp_path / "run"), local, writer, settings, "train", PROMPTS, GREEDY, pool.SILENT
-        )
+    def collected() -> Trace:
+        writer = collecting.writer_of(local, settings)
+        workspace = Workspace.open(tmp_path / "run")
+        return collecting.collected(workspace, local, writer, settings, "train", PROMPTS, GREEDY, SILENT)
 
     trace = collected()
     require_same(trace, "it", target_fingerprint=local.fingerprint, tokenizer_fingerprint=local.tokenizer_fingerprint)

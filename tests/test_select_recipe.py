@@ -31,6 +31,7 @@ ADAPTIVE = """{from: lookup}, {adaptive: {others: [suffix], lengths: [1, 3], bat
   context: 16, policy: "score:speed=1,quality=0.2,resource=0.5"}}"""
 
 
+@pytest.mark.slow
 def test_a_run_measures_saves_and_scores_it(tiny_target_folder: Path, tmp_path: Path) -> None:
     words = random.Random(0)
     rows = [{"id": f"p{number}", "prompt": " ".join(words.choices(WORDS, k=6))} for number in range(6)]

@@ -94,6 +94,7 @@ def test_transformers_counts_what_literal_decoding_counts(target: LocalTarget, e
     assert found.to_json()["passed"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("max_match", [1, 3])
 def test_the_lookup_of_transformers_copies_after_the_earliest_match(target: LocalTarget, max_match: int) -> None:
@@ -111,6 +112,7 @@ def test_answers_of_any_length_are_counted_alike(target: LocalTarget, exported: 
     assert verify(str(exported), target, "transformers", PROMPTS[:2], settings).faults == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_draft_that_was_damaged_after_it_was_measured_is_found(
     target: LocalTarget, exported: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +127,7 @@ def test_a_draft_that_was_damaged_after_it_was_measured_is_found(
     assert all("counted" in fault and "expected" in fault for fault in found.faults)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_speculation_that_is_silently_off_is_a_fault(
     target: LocalTarget, exported: Path, monkeypatch: pytest.MonkeyPatch
