@@ -4,7 +4,8 @@
 
 One row for each candidate that guesses with a trained model: what replay on held-out prompts gave under each law, with
 95 % intervals over prompts, what a draft step costs, the predicted and the measured speedup at the best length, and the
-training behind it. With --curve the training's course follows: acceptance on held-out training prompts by minutes.
+training behind it. With --curve the training's course follows: acceptance on held-out training prompts by minutes. With
+--against NAME the differences of expected acceptance from a candidate follow, paired by prompt.
 """
 
 import argparse
@@ -13,18 +14,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from foredraft.acceptance.intervals import expected_acceptance, paired_difference
+from foredraft.acceptance.report import AcceptanceReport
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--k", default="4")
     parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--against", action="append", default=[])
     options = parser.parse_args()
     report = json.loads((options.run / "report.json").read_text(encoding="utf-8"))
     print(_machine(report))
     print("\n".join(_scores(report, options.k)))
     if options.curve:
         print("\n".join(_curves(report)))
+    for name in options.against:
+        print("\n".join(_differences(options.run, report, name)))
+
+
+def _differences(run: Path, report: dict[str, Any], name: str) -> Iterator[str]:
+    keys = {stage["name"]: stage["key"] for stage in report["stages"]}
+    laws = [law["label"] for law in report["laws"]]
+
+    def scored(drafter: str, law: str) -> AcceptanceReport:
+        (file,) = (run / "scores").glob(f"score-{keys[f'score {drafter} {law}']}*.json")
+        return AcceptanceReport.from_json(json.loads(file.read_text(encoding="utf-8")))
+
+    yield f"\n| expected acceptance minus that of {name} | {' | '.join(laws)} |"
+    yield "|---" * (len(laws) + 1) + "|"
+    for other in (entry["name"] for entry in report["laws"][0]["drafters"]):
+        if other != name:
+            found = [
+                paired_difference(
+                    scored(other, law), scored(name, law), expected_acceptance, np.random.default_rng(0)
+                ).difference
+                for law in laws
+            ]
+            yield f"| {other} | " + " | ".join(f"{one.value:+.4f} ({one.low:+.4f}..{one.high:+.4f})" for one in found) + " |"
 
 
 def _machine(report: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ class Progress(Protocol):
 
 
 class Prefixed:
-    """Bars of another progress whose names begin with `prefix`, such as `[3/14] prefix-4:`."""
+    """Bars of another progress whose names begin with `prefix`, such as `[3/14] six-layers:`."""
 
     def __init__(self, progress: Progress, prefix: str) -> None:
         self._progress = progress
