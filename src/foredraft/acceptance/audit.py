@@ -1,6 +1,6 @@
 """Literal speculative decoding of a few prompts: does it do what replay says, and how fast is it?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -101,18 +101,18 @@ def audit(
                 drafter.propose(prompt, 1, generator)
                 literal[name].append(decode(session, drafter, prompt, law, k, limits, generator))
                 task.advance()
+    read = _read_once(target, law)
     return {
-        name: _audit(target, drafter, k, prompts, law, plain, literal[name], seed)
+        name: _audit(read, drafter, k, prompts, plain, literal[name], seed)
         for name, (drafter, k) in drafters.items()
     }
 
 
 def _audit(
-    target: LocalTarget,
+    target_probs_of: Callable[[Answer], Float[np.ndarray, " answer"]],
     drafter: Drafter,
     k: int,
     prompts: Sequence[Int[Tensor, " _"]],
-    law: SamplingLaw,
     plain: Sequence[Decoded],
     literal: Sequence[Decoded],
     seed: int,
@@ -124,8 +124,7 @@ def _audit(
     calls = np.zeros(_SIMULATIONS)
     for answer, emitted in zip(answers, drafter.replay(answers, k), strict=True):
         probs, guessed = as_arrays(emitted)
-        target_probs = _emitted_logprobs(target.session(), answer, law).double().exp().numpy()
-        accepts = np.where(guessed, acceptance_given_text(probs, target_probs), 0.0)
+        accepts = np.where(guessed, acceptance_given_text(probs, target_probs_of(answer)), 0.0)
         calls += _simulated_calls(accepts if accepts.ndim == 2 else by_block_start(accepts, k, 0.0), k, generator)
     low, high = np.quantile(calls, [_DOUBT, 1 - _DOUBT]).tolist()
     speedup, speedup_low, speedup_high = _speedup(plain, literal, generator)
@@ -142,6 +141,19 @@ def _audit(
         speedup_high,
         sum(torch.equal(one.token_ids, other.token_ids) for one, other in zip(plain, literal, strict=True)),
     )
+
+
+def _read_once(target: LocalTarget, law: SamplingLaw) -> Callable[[Answer], Float[np.ndarray, " answer"]]:
+    """Return what gives target(x) of each answer token x. A text is read once: greedy drafters write the same one."""
+    known: dict[tuple[int, bytes], np.ndarray] = {}
+
+    def target_probs(answer: Answer) -> Float[np.ndarray, " answer"]:
+        text = (answer.start, answer.token_ids.numpy().tobytes())
+        if text not in known:
+            known[text] = _emitted_logprobs(target.session(), answer, law).double().exp().numpy()
+        return known[text]
+
+    return target_probs
 
 
 def _emitted_logprobs(session: TargetSession, answer: Answer, law: SamplingLaw) -> Float[Tensor, " answer"]:
