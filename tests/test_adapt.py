@@ -108,6 +108,7 @@ def _some_law() -> tuple[Any, torch.Tensor]:
     return EventLaw.full(probs, torch.zeros(3, dtype=torch.long)), torch.rand(3, 6, generator=generator).log_softmax(-1)
 
 
+@pytest.mark.slow
 def test_rehearsal_keeps_what_would_be_forgotten(tmp_path: Path) -> None:
     """The target changes its mind about the new prompts only: without rehearsal the draft follows it everywhere."""
     other = written_trace(tmp_path / "other", tiny_model(seed=3), 24, SamplingLaw(), prompt_seed=1)

@@ -83,6 +83,7 @@ def test_training_moves_integers_and_the_written_draft_is_what_was_trained(works
         assert not torch.allclose(quantize(draft, formats).model(TOKENS).logits, expected, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_search_heals_what_it_chose_and_says_what_that_bought(workshop: tuple, tmp_path: Path) -> None:
     source, target, trace = workshop
     heal = {"tokens": 600, "learning_rate": 2e-3, "batch_tokens": 30}

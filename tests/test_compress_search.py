@@ -174,6 +174,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LocalTarge
 SMALL = {"tries": 1, "chunk": 16, "gradients": 1, "answers": 4, "num_draft_tokens": 2, "share": 0.5}
 
 
+@pytest.mark.slow
 def test_the_search_writes_what_it_chose_measured_again_and_goes_on_where_it_was(
     workshop: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_scoring_holds_one_chunk(law: SamplingLaw, long_trace: Trace, monkeypatc
     assert 1 <= seen.rows <= POSITIONS
 
 
+@pytest.mark.slow
 def test_the_audit_holds_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "_POSITIONS", POSITIONS)
     target = target_module.load_target(str(save_tiny(tmp_path / "target", hidden=HIDDEN)), "float32")

@@ -88,6 +88,7 @@ def test_page_fits_the_width_and_shows_every_section(
     assert (int(paper.removeprefix("rgb(").split(",")[0]) < 128) == (scheme == "dark")
 
 
+@pytest.mark.slow
 def test_many_drafters_scroll_inside_their_boxes(driver: webdriver.Chrome, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     report = made_up_report(many_candidates(30))

@@ -31,6 +31,7 @@ def portfolio(policy: str, table: torch.Tensor, lengths: tuple[int, ...] = (1, 3
     return Portfolio(drafters, lengths, {1: BlockCosts.by_ratio([0.001, 0.002], max(lengths))}, read_policy(policy))
 
 
+@pytest.mark.slow
 def test_a_fixed_choice_holds_the_contract_of_drafters() -> None:
     generator = torch.Generator().manual_seed(0)
     phrase = torch.randint(0, 5, (6,), generator=generator)
