@@ -103,8 +103,7 @@ def audit(
                 task.advance()
     read = _read_once(target, law)
     return {
-        name: _audit(read, drafter, k, prompts, plain, literal[name], seed)
-        for name, (drafter, k) in drafters.items()
+        name: _audit(read, drafter, k, prompts, plain, literal[name], seed) for name, (drafter, k) in drafters.items()
     }
 
 
