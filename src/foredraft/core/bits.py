@@ -27,7 +27,7 @@ def checked_plan(value: Any) -> Any:
     """
     if isinstance(value, Mapping | list | tuple):
         try:
-            pairs = [[str(pattern), one] for pattern, one in dict(value).items()]
+            pairs = [(str(pattern), one) for pattern, one in dict(value).items()]
         except TypeError as error:
             raise ValueError(
                 f"{value!r} is not known. Patterns stand with their bits: {{head: 4, layers.*: 8}}"
