@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.quantize import quantize
-from foredraft.compress.units import search_units
 from foredraft.models.draft import Draft
+from foredraft.models.units import search_units
 from tests.tiny import tiny_model
 
 MIXED = {"layers.0.*": 16, "layers.*.qkv": 8, "layers.1.down": "8/16", "head": 4, "layers.*": 4}

@@ -9,13 +9,13 @@ from foredraft.compress.plan import unit_formats
 from foredraft.compress.prefix import read_prefix, run_from
 from foredraft.compress.quantize import quantize, round_to_nearest
 from foredraft.compress.rounding import product
-from foredraft.compress.units import search_units
 from foredraft.core.errors import UserError
 from foredraft.core.protocols import Answer
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
 from foredraft.models.layers import layer_stack
+from foredraft.models.units import search_units
 from tests.tiny import tiny_model
 
 FORMATS = [WeightFormat(4, 32), WeightFormat(4, 16), WeightFormat(8, 0)]

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.quantize import quantize, unit_sizes
 from foredraft.compress.rounding import product, round_groups, round_rows
-from foredraft.compress.units import search_units
 from foredraft.core.errors import ForedraftError, ModelError, RecipeError
 from foredraft.core.law import GREEDY
 from foredraft.core.protocols import Answer
@@ -21,6 +20,7 @@ from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
 from foredraft.models.packed import PackedLinear
 from foredraft.models.passes import pass_facts
+from foredraft.models.units import search_units
 from tests.rounded import CASES, MIXED, quantized, reference
 from tests.tiny import tiny_model
 

@@ -16,7 +16,6 @@ from foredraft.compress.moves import Reach, Tries, moves
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import quantize
 from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
-from foredraft.compress.units import search_units
 from foredraft.core.errors import OutputError, UserError
 from foredraft.core.progress import SILENT
 from foredraft.core.roofline import Machine
@@ -27,6 +26,7 @@ from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.passes import pass_facts
 from foredraft.models.target import LocalTarget, load_target
+from foredraft.models.units import search_units
 from foredraft.pool import _Run
 from foredraft.recipe import parse_recipe
 from foredraft.steps import CompressStep

@@ -9,10 +9,10 @@ import torch
 from foredraft.compress.probe import Probe, measure
 from foredraft.compress.quantize import quantize
 from foredraft.compress.sensitivity import probe_rounded, probed, rank_correlation, sensitivities
-from foredraft.compress.units import search_units
 from foredraft.core.errors import UserError
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
+from foredraft.models.units import search_units
 from tests.test_compress_probe import bench, figures, made_trace
 from tests.tiny import tiny_model
 

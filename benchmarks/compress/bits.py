@@ -20,9 +20,9 @@ from foredraft.compress.assign import Option, assign
 from foredraft.compress.choice import simulated
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.sensitivity import probe_rounded
-from foredraft.compress.units import EMBEDDING, Unit, search_units
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft
+from foredraft.models.units import EMBEDDING, Unit, search_units
 from foredraft.trace.store import open_trace
 
 UNIFORM = WeightFormat(4, 32)

@@ -16,10 +16,10 @@ from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import quantize, round_to_nearest
-from foredraft.compress.units import search_units
 from foredraft.healing import Finish, healed, measure_stored
 from foredraft.models.draft import load_draft
 from foredraft.models.target import load_target
+from foredraft.models.units import search_units
 from foredraft.shrink_steps import HealSettings
 from foredraft.trace.store import open_trace
 

@@ -17,10 +17,10 @@ import torch
 from foredraft.acceptance.evaluate import score_rows
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.sensitivity import probe_rounded
-from foredraft.compress.units import EMBEDDING, search_units
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import load_draft
+from foredraft.models.units import EMBEDDING, search_units
 from foredraft.trace.store import open_trace
 
 T = TypeVar("T")

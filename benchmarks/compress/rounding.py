@@ -20,9 +20,9 @@ from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import quantize, round_to_nearest
-from foredraft.compress.units import search_units
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.passes import pass_facts
+from foredraft.models.units import search_units
 from foredraft.trace.store import open_trace
 
 VARIANTS = {

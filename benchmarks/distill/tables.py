@@ -54,7 +54,8 @@ def _differences(run: Path, report: dict[str, Any], name: str) -> Iterator[str]:
                 ).difference
                 for law in laws
             ]
-            yield f"| {other} | " + " | ".join(f"{one.value:+.4f} ({one.low:+.4f}..{one.high:+.4f})" for one in found) + " |"
+            cells = [f"{one.value:+.4f} ({one.low:+.4f}..{one.high:+.4f})" for one in found]
+            yield f"| {other} | {' | '.join(cells)} |"
 
 
 def _machine(report: dict[str, Any]) -> str:

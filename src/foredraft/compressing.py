@@ -1,6 +1,5 @@
 """What the verbs that shrink drafts make, from folders to folders."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,22 +15,22 @@ from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench
 from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
-from foredraft.compress.units import HEAD, search_units
 from foredraft.core.errors import UserError
 from foredraft.core.files import refuse_existing
 from foredraft.core.multiples import refuses_head_size, rounded_width
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Speaker
-from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.head import frequent_rows
 from foredraft.distill.init.heal import heal_linear
 from foredraft.distill.init.width import narrow
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.calibration import calibration_batches
-from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.draft import Draft, load_draft, save_draft, stored_dtype
 from foredraft.models.layers import keep_layers
 from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
+from foredraft.models.units import HEAD, search_units
 from foredraft.steps import PruneStep, QuantizeStep
 from foredraft.trace.store import Trace, require_same
 
@@ -77,9 +76,7 @@ def prune_draft(
         )
     rows = draft.head_token_ids
     if step.vocab:
-        rows = rank_tokens(
-            [row.answer_ids.numpy() for trace in traces for row in trace.rows(tops=False)], target.tokenizer, step.vocab
-        )
+        rows = frequent_rows(traces, target.tokenizer, step.vocab)
     pruned = {"layers": kept, "widths": asdict(widths), "repairs": [repair.to_json() for repair in repairs]}
     manifest = replace(manifest, options={**manifest.options, "pruned": pruned})
     return save_draft(Draft(model, rows), out, manifest, target.tokenizer, refuse_changed_logits)
@@ -193,9 +190,7 @@ def stored_as(draft: Draft, source: Path, plain: str = "keep") -> Draft:
 
     Those of a source in float16 stay in float32.
     """
-    stated = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    stored = str(stated.get("dtype") or stated.get("torch_dtype") or "float32")
-    if plain == "bfloat16" or stored == "bfloat16":
+    if plain == "bfloat16" or stored_dtype(source) == "bfloat16":
         # Not model.to: the rotary frequencies stay in float32, as they are when the folder is loaded.
         for weight in draft.model.parameters():
             if weight.is_floating_point():

@@ -8,7 +8,6 @@ from pathlib import Path
 from foredraft.checkpoint import DraftManifest
 from foredraft.compress.low_rank import cut_ranks
 from foredraft.compress.quantize import require_plain
-from foredraft.compress.units import Unit, search_units
 from foredraft.compressing import sample_answers
 from foredraft.core.errors import RecipeError
 from foredraft.core.files import refuse_existing
@@ -18,6 +17,7 @@ from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
+from foredraft.models.units import Unit, search_units
 from foredraft.shrink_steps import LowRankStep
 from foredraft.trace.store import Trace
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from foredraft.acceptance.intervals import expected_acceptance, paired_difference, tokens_per_call
 from foredraft.acceptance.report import AcceptanceReport
@@ -24,6 +23,7 @@ from foredraft.distill.train import distill
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
 from foredraft.models.target import LocalTarget
+from foredraft.models.widened import widened
 from foredraft.shrink_steps import CompressStep, HealSettings
 from foredraft.steps import DistillStep
 from foredraft.trace.prompts import Prompt
@@ -71,13 +71,14 @@ def finish(
     """
     seen = [("before the cut", measure(before, job.bench), step_facts(before, {}).weight_bytes)]
     size = step_facts(plain, formats).weight_bytes
-    rounder: Rounder = GptqRounder(plain.model, answers) if formats and step.method == "gptq" else round_to_nearest
-    cut = _rounded(plain, formats, rounder, job.source, progress)
+
+    def rounder() -> Rounder:
+        return GptqRounder(plain.model, answers) if formats and step.method == "gptq" else round_to_nearest
+
+    cut = _rounded(plain, formats, rounder(), job.source, progress)
     seen.append(("after it", measure_stored(cut, job.bench), size))
     if step.heal.tokens:
-        if formats and step.method == "gptq":
-            rounder = GptqRounder(plain.model, answers)
-        cut = healed(plain, formats, rounder, step.heal, job, progress)
+        cut = healed(plain, formats, rounder(), step.heal, job, progress)
         seen.append(("healed", measure_stored(cut, job.bench), size))
     return cut, [_stage(name, report, seen[0][1], size, job.k) for name, report, size in seen]
 
@@ -106,14 +107,8 @@ def healed(
 
 def measure_stored(draft: Draft, bench: Bench) -> AcceptanceReport:
     """Return the report of a stored draft, computed in float32 as everything here is."""
-    kept = {weight: weight.data for weight in draft.model.parameters() if weight.dtype == torch.bfloat16}
-    try:
-        for weight, data in kept.items():
-            weight.data = data.float()
+    with widened(draft.model):
         return measure(draft, bench)
-    finally:
-        for weight, data in kept.items():
-            weight.data = data
 
 
 def _rounded(

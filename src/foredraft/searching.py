@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench
 from foredraft.compress.quantize import require_plain, unit_sizes
 from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
-from foredraft.compress.units import search_units
 from foredraft.compressing import sample_answers
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import UserError
@@ -26,7 +25,7 @@ from foredraft.core.files import refuse_existing, write_json
 from foredraft.core.multiples import MULTIPLES
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer
-from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.head import frequent_rows
 from foredraft.distill.init.width import Importance, narrow_by
 from foredraft.distill.init.widths import Widths
 from foredraft.distill.resume import forget_points
@@ -38,6 +37,7 @@ from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers
 from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
+from foredraft.models.units import search_units
 from foredraft.search_plot import search_svg
 from foredraft.shrink_steps import CompressStep
 from foredraft.trace.prompts import Prompt
@@ -142,15 +142,17 @@ def _reach(step: CompressStep) -> Reach:
 
 def _cutters(draft: Draft, traces: Sequence[Trace], target: LocalTarget, answers: Sequence[Answer]) -> Cutters:
     """Return what cuts widths by importance and rows by how often the target says them; both are measured once."""
-    known: list[Importance] = []
+
+    @cache
+    def importance() -> Importance:
+        return Importance(draft.model, calibration_batches(answers))
 
     def narrow(model: PreTrainedModel, layers: Sequence[int], ffn: int) -> PreTrainedModel:
-        known[:] = known or [Importance(draft.model, calibration_batches(answers))]
-        return narrow_by(model, Widths(ffn=ffn), known[0].of_layers(layers)).model
+        return narrow_by(model, Widths(ffn=ffn), importance().of_layers(layers)).model
 
+    @cache
     def rows(count: int) -> Int[Tensor, " kept"]:
-        said = [row.answer_ids.numpy() for trace in traces for row in trace.rows(tops=False)]
-        return rank_tokens(said, target.tokenizer, count)
+        return frequent_rows(traces, target.tokenizer, count)
 
     return Cutters(narrow, rows)
 

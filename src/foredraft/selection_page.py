@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html import layout, plots, tables
 from foredraft.acceptance.html.charts import Axis, Frame, Line, draw_lines, frame, ticks
-from foredraft.acceptance.html.markup import Content, document, element, extend
+from foredraft.acceptance.html.markup import Content, element, extend
 from foredraft.acceptance.wording import Figure, number, percent, quantity, times
 from foredraft.core.files import whole_file
 
@@ -40,14 +40,7 @@ def render_simulation(found: Mapping[str, Any]) -> str:
             *layout.grid([_domain_panel(domain, found, colours) for domain in found["best_fixed"]["domains"]]),
         ),
     )  # fmt: skip
-    links = (element("a", section[0].text or "", href=f"#{section.get('id')}") for section in sections)
-    body = element(
-        "body",
-        element("header", *_headline(found)),
-        element("nav", *links, aria_label="Sections"),
-        element("main", *sections),
-    )
-    return document(element("html", layout.head(f"foredraft: choosing for {found['target']}"), body, lang="en"))
+    return layout.page(f"foredraft: choosing for {found['target']}", _headline(found), sections)
 
 
 def write_page(path: Path, found: Mapping[str, Any]) -> None:

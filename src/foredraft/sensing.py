@@ -11,13 +11,13 @@ from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.quantize import require_plain
 from foredraft.compress.sensitivity import Sensitivity, probed, rank_correlation, sensitivities
-from foredraft.compress.units import search_units
 from foredraft.compressing import bench_of, sample_answers
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Speaker
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft
+from foredraft.models.units import search_units
 from foredraft.shrink_steps import SensitivitySettings
 from foredraft.trace.store import Trace
 

@@ -7,6 +7,8 @@ from pydantic import AfterValidator, Field, model_validator
 from foredraft.core.bits import checked_plan
 from foredraft.settings import Settings, from_number
 
+WidthsRuntime = Literal["", "transformers", "openvino", "llama.cpp", "llama.cpp-q8_0", "vllm"]
+
 
 class PruneStep(Settings):
     """Cut a draft down to a smaller one: fewer layers, narrower ones, fewer rows of the head."""
@@ -19,7 +21,7 @@ class PruneStep(Settings):
     heads: int = Field(0, ge=0, description="Attention heads kept, in whole key-value groups; 0 keeps all.")
     ffn: int = Field(0, ge=0, description="Feed-forward channels kept; 0 keeps all.")
     vocab: int = Field(0, ge=0, description="Rows of the head kept, most frequent in the trace first; 0 keeps all.")
-    runtime: Literal["", "transformers", "openvino", "llama.cpp", "llama.cpp-q8_0", "vllm"] = Field(
+    runtime: WidthsRuntime = Field(
         "", description="Runtime whose multiples hidden and ffn are rounded up to; empty: none."
     )
     heal: Literal["none", "linear"] = Field("none", description="linear: refit what is left by least squares.")
@@ -127,7 +129,7 @@ class CompressStep(Settings):
     )
     chunk: int = Field(8, ge=1, description="Units whose bits are lowered together.")
     group: int = Field(32, ge=1, description="Inputs that share a scale in 4 bits.")
-    runtime: Literal["", "transformers", "openvino", "llama.cpp", "llama.cpp-q8_0", "vllm"] = Field(
+    runtime: WidthsRuntime = Field(
         "", description="Runtime whose multiples widths keep; empty: this process, which alone computes chosen rows."
     )
     method: Literal["nearest", "gptq"] = Field("nearest", description="How the draft that is chosen is rounded.")

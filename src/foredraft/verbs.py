@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from foredraft.acceptance.fitting import FittedLaw, fit_law
 from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest, write_draft
@@ -22,7 +20,7 @@ from foredraft.core.protocols import Drafter
 from foredraft.distill.documents import documents_digest, read_documents
 from foredraft.distill.emphasis import read_position_weights
 from foredraft.distill.init.build import build
-from foredraft.distill.init.head import rank_tokens
+from foredraft.distill.init.head import frequent_rows
 from foredraft.distill.init.source import check_source, open_source
 from foredraft.distill.leaks import without_leaks
 from foredraft.distill.losses import read_loss
@@ -48,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
     """Write a draft as a step describes where it starts; a trimmed head keeps the traces' most frequent tokens."""
-    head = rank_tokens(_answer_ids(traces), target.tokenizer, step.vocab) if step.vocab else NO_IDS
+    head = frequent_rows(traces, target.tokenizer, step.vocab)
     each = -(-step.calibration // max(len(traces), 1))
     sample = [answer for trace in traces if step.measures for answer in islice(trace.answers(), each)]
     built = build(target.model, open_source(target, step), step, sample)
@@ -59,7 +57,7 @@ def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out
 
 def set_head(source: Path, target: LocalTarget, traces: Sequence[Trace], step: HeadStep, out: Path) -> DraftManifest:
     """Write the twin of a draft that computes other rows of its head; a folder holds all rows, whatever is computed."""
-    rows = NO_IDS if step.rows == "full" else rank_tokens(_answer_ids(traces), target.tokenizer, step.rows)
+    rows = NO_IDS if step.rows == "full" else frequent_rows(traces, target.tokenizer, step.rows)
     draft = replace(load_draft(source), head_token_ids=rows)
     return save_draft(draft, out, extended(manifest_for(source, target), "head", step), target.tokenizer)
 
@@ -105,8 +103,7 @@ def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: P
         runtime: A name of the catalog's group "exporters", with options: `llama.cpp:type=q8_0`.
         k: 0 takes the length with the best predicted speedup of those that were measured.
     """
-    exporter = resolve("exporters", runtime.partition(":")[0])
-    options = read_options(runtime, {option.name: type(option.default) for option in _options_of(exporter)})
+    exporter, options = _exporter(runtime)
     measured: Mapping[str, Any] = {}
     if (source / MANIFEST).is_file():
         manifest = read_manifest(source)
@@ -121,13 +118,14 @@ def export_draft(source: Path, target: LocalTarget, runtime: str, k: int, out: P
 
 def refuse_unknown_runtime(runtime: str) -> None:
     """Raise what export_draft would raise for the runtime's name alone."""
+    _exporter(runtime)
+
+
+def _exporter(runtime: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the exporter that is named, and the options given of those that it takes beside source, target, k, out."""
     exporter = resolve("exporters", runtime.partition(":")[0])
-    read_options(runtime, {option.name: type(option.default) for option in _options_of(exporter)})
-
-
-def _options_of(exporter: Callable[..., Any]) -> list[Parameter]:
-    """Return what an exporter takes beside source, target, k and out."""
-    return [option for option in signature(exporter).parameters.values() if option.default is not Parameter.empty]
+    taken = [option for option in signature(exporter).parameters.values() if option.default is not Parameter.empty]
+    return exporter, read_options(runtime, {option.name: type(option.default) for option in taken})
 
 
 def learns(step: Step) -> bool:
@@ -215,7 +213,3 @@ def model_free_spec(step: NgramStep) -> str:
     takes = signature(resolve("drafters", step.kind)).parameters
     options = {name: value for name, value in step.model_dump().items() if name in takes and name != "kind"}
     return f"{step.kind}:{','.join(f'{name}={value}' for name, value in options.items())}"
-
-
-def _answer_ids(traces: Sequence[Trace]) -> list[np.ndarray]:
-    return [row.answer_ids.numpy().astype(np.int32) for trace in traces for row in trace.rows(tops=False)]

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from foredraft.compress.quantize import round_to_nearest
 from foredraft.compress.rounding import product
-from foredraft.compress.units import EMBEDDING, Unit, search_units
 from foredraft.core.roofline import PassFacts
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
 from foredraft.models.layers import keep_layers
 from foredraft.models.passes import pass_facts
+from foredraft.models.units import EMBEDDING, Unit, search_units
 
 _PLAIN_BYTES = 2
 

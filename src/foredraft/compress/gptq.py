@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from foredraft.compress.prefix import Reached, final_norm, read_prefix, run_layer
 from foredraft.compress.quantize import Rounded
 from foredraft.compress.rounding import group_scales, product, round_rows, to_integers
-from foredraft.compress.units import part_of
 from foredraft.core.protocols import Answer
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.layers import layer_stack
+from foredraft.models.units import part_of
 
 _BLOCK = 128
 _DAMPING = 0.01

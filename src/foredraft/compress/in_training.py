@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from foredraft.compress.quantize import Rounded, Rounder
 from foredraft.compress.rounding import product, to_integers
-from foredraft.compress.units import HEAD, search_units
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
+from foredraft.models.units import HEAD, search_units
 
 
 @final

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from foredraft.compress.units import search_units
 from foredraft.core.errors import RecipeError
 from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.calibration import Batch, watch
 from foredraft.models.draft import Draft
+from foredraft.models.units import search_units
 
 _DAMPING = 1e-4
 
@@ -65,7 +65,7 @@ def cut_ranks(
 
     Args:
         draft: Left as it was; embeddings and head are shared.
-        ranks: By unit; see compress.units.
+        ranks: By unit; see models.units.
         batches: What the inputs are taken from, as the cut matrices before leave them; none: the weights alone decide,
             by the plain singular value decomposition.
 

@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from foredraft.compress.choice import simulated
-from foredraft.compress.units import search_units
 from foredraft.core.errors import RecipeError
 from foredraft.models.calibration import Batch, watch
 from foredraft.models.draft import Draft
+from foredraft.models.units import search_units
 
 
 def read_mask(text: str) -> tuple[int, int] | float:

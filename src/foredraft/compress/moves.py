@@ -16,8 +16,8 @@ from foredraft.compress.choice import (
     swapped_weights,
 )
 from foredraft.compress.probe import Bench, Probe, measure
-from foredraft.compress.units import HEAD, search_units
 from foredraft.models.draft import Draft
+from foredraft.models.units import HEAD, search_units
 
 Kind = Literal["bits", "head", "layers", "ffn", "rows"]
 _FFN_STEP, _FEWEST_ROWS = 8, 16

@@ -5,11 +5,11 @@ from fnmatch import fnmatchcase
 
 from transformers import PreTrainedModel
 
-from foredraft.compress.units import EMBEDDING, HEAD, Unit, unit_weights
 from foredraft.core.bits import parse_bits
 from foredraft.core.errors import RecipeError
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.int8 import ActivationBits
+from foredraft.models.units import EMBEDDING, HEAD, Unit, unit_weights
 
 Plan = int | str | Mapping[str, int | str] | Sequence[tuple[str, int | str]]
 

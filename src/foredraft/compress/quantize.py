@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foredraft.compress.rounding import round_groups, round_rows
-from foredraft.compress.units import HEAD, Unit, search_units, unit_bytes
 from foredraft.core.errors import ModelError
 from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.compressed import WeightFormat, quantization_config
 from foredraft.models.draft import Draft
 from foredraft.models.int8 import ActivationBits, Int8Linear, body_linears
 from foredraft.models.packed import PackedLinear
+from foredraft.models.units import HEAD, Unit, search_units, unit_bytes
 
 Rounded = tuple[Int8[Tensor, "out in"], BFloat16[Tensor, "out groups"]]
 # Told the name of a module, its weight and its format.

@@ -21,7 +21,6 @@ from foredraft.compress.parts import GateFisher
 from foredraft.compress.probe import Bench, Probe
 from foredraft.compress.quantize import Rounder, round_to_nearest
 from foredraft.compress.rounding import product
-from foredraft.compress.units import EMBEDDING, Unit, search_units
 from foredraft.core.errors import UserError
 from foredraft.core.memory import is_out_of_memory
 from foredraft.core.progress import SILENT, Progress, tracked
@@ -29,6 +28,7 @@ from foredraft.core.protocols import Answer
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
 from foredraft.models.layers import layer_stack
+from foredraft.models.units import EMBEDDING, Unit, search_units
 
 _log = logging.getLogger(__name__)
 

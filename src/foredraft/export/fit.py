@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchError
 from foredraft.core.files import write_json
-from foredraft.models.draft import Draft, load_draft
+from foredraft.models.draft import Draft, load_draft, stored_dtype
 from foredraft.models.light.model import LightForCausalLM
 from foredraft.models.loading import first_difference, load_tokenizer, tokenizer_fingerprint
 from foredraft.models.target import LocalTarget
@@ -139,13 +139,6 @@ def name_old_tokenizer(folder: Path) -> None:
     settings = json.loads(file.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
         write_json(file, {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def stored_dtype(source: Path) -> str:
-    """Return the precision that a folder's config.json names; float32 where it names none."""
-    file = source / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def _manifest(source: Path, target: LocalTarget) -> DraftManifest:

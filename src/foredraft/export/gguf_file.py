@@ -7,9 +7,9 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
 from transformers import PreTrainedModel
 
-from foredraft.core.errors import CheckpointError
 from foredraft.export.gguf_tensors import TYPES, StoredTensor, head_size, refuse_other_models, stored_tensors
 from foredraft.export.gguf_vocabulary import Field
+from foredraft.export.reopen import changed
 
 _FORMAT = 2  # general.quantization_version of ggml
 
@@ -68,15 +68,15 @@ def refuse_changed_file(path: Path, tensors: Sequence[StoredTensor]) -> None:
     for tensor in tensors:
         held = found.pop(tensor.name, None)
         if held is None:
-            raise _changed(path, f"{tensor.name} is missing")
+            raise changed(path, f"{tensor.name} is missing")
         kind = TYPES[tensor.type][0]
         shape = tuple(int(size) for size in reversed(held.shape))
         wanted = tensor.data if tensor.data.dtype != np.uint8 else dequantize(tensor.data, kind)
         values = dequantize(held.data, held.tensor_type).reshape(shape)
         if held.tensor_type != kind or shape != tensor.weights.shape or not np.array_equal(values, wanted):
-            raise _changed(path, f"{tensor.name} differs")
+            raise changed(path, f"{tensor.name} differs")
     if found:
-        raise _changed(path, f"{min(found)} is no tensor of the model")
+        raise changed(path, f"{min(found)} is no tensor of the model")
 
 
 def _general(name: str, licence: str, file_type: int) -> Iterator[Field]:
@@ -111,7 +111,3 @@ def _sizes(model: PreTrainedModel) -> Iterator[Field]:
         yield Field(f"{config.model_type}.{key}", int(size), GGUFValueType.UINT32)
     for key, value in real.items():
         yield Field(f"{config.model_type}.{key}", float(value), GGUFValueType.FLOAT32)
-
-
-def _changed(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"What was written to {path} is not what was in memory: {what}. Nothing was kept.")

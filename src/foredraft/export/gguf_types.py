@@ -12,11 +12,8 @@ from transformers import PreTrainedModel
 from foredraft.core.errors import RecipeError
 from foredraft.models.int8 import Int8Linear
 from foredraft.models.packed import PackedLinear
+from foredraft.models.units import search_units
 
-_PARTS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "gate_proj": "gate_up"} | {
-    "up_proj": "gate_up",
-    "down_proj": "down",
-}
 _BLOCK = 32
 _ZERO = {"q4_0": 8, "q8_0": 0}
 
@@ -37,7 +34,8 @@ def module_types(model: PreTrainedModel, given: Mapping[str, str]) -> dict[str, 
         if kind.upper() not in GGMLQuantizationType.__members__:
             raise RecipeError(f"{pattern}: {kind!r} is no GGUF type, such as f16, q8_0, q4_0, q4_k or q6_k.")
     found, used = {}, set()
-    for module, unit in _units(model).items():
+    units = {module: unit.name for unit in search_units(model) for module in unit.modules}
+    for module, unit in units.items():
         matching = [pattern for pattern in given if fnmatchcase(unit, pattern)][:1]
         used.update(matching)
         found[module] = given[matching[0]].lower() if matching else stored_type(model.get_submodule(module))
@@ -88,19 +86,6 @@ def _blocks(
     low, high = held[..., : _BLOCK // 2], held[..., _BLOCK // 2 :]
     parts = [low | (high << 4)] if kind == "q4_0" else [low, high]
     return np.concatenate([halves[..., None].view(np.uint8), *parts], axis=-1).reshape(len(integers), -1)
-
-
-def _units(model: PreTrainedModel) -> dict[str, str]:
-    """Return the unit of each matrix by its module; see compress.units."""
-    ends = {id(model.get_input_embeddings()): "embedding", id(model.get_output_embeddings()): "head"}
-    found = {}
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if id(module) in ends:
-            found[name] = ends[id(module)]
-        elif last in _PARTS:
-            found[name] = f"layers.{name.partition('layers.')[2].partition('.')[0]}.{_PARTS[last]}"
-    return found
 
 
 def _inputs(module: nn.Module) -> int:

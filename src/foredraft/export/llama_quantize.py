@@ -9,6 +9,7 @@ from pathlib import Path
 from gguf import GGUFReader
 
 from foredraft.core.errors import CapabilityError, CheckpointError
+from foredraft.core.programs import last_words
 
 VARIABLE = "FOREDRAFT_LLAMA_QUANTIZE"
 
@@ -42,8 +43,7 @@ def llama_quantize(plain: Path, out: Path, types: Mapping[str, str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         if done.returncode or not out.is_file():
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise CheckpointError(f"{program} failed: {last}. Nothing was kept.")
+            raise CheckpointError(f"{program} failed: {last_words(done)}. Nothing was kept.")
         _refuse_other_types(out, types)
     except CheckpointError:
         out.unlink(missing_ok=True)

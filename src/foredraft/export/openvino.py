@@ -11,6 +11,7 @@ from pathlib import Path
 
 from foredraft.core.errors import CheckpointError, MissingExtraError, ModelError, UserError
 from foredraft.core.files import whole_folder
+from foredraft.core.programs import last_words
 from foredraft.models.draft import load_draft
 from foredraft.models.target import LocalTarget
 
@@ -50,8 +51,7 @@ def export_openvino(
         command += ["--group-size", str(group)] if group else []
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
         if done.returncode or not (folder / _MODEL).is_file():
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise CheckpointError(f"{program} failed: {last}. Nothing was kept.")
+            raise CheckpointError(f"{program} failed: {last_words(done)}. Nothing was kept.")
         (folder / "run.txt").write_text(
             f'LLMPipeline(TARGET, "CPU", draft_model=draft_model("{out.name}", "CPU")) with num_assistant_tokens={k}\n',
             encoding="utf-8",

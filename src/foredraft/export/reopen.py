@@ -32,12 +32,12 @@ def refuse_changed_tensors(folder: Path, model: PreTrainedModel) -> None:
     for names in names_of.values():
         stored = [name for name in names if name in written]
         if len(stored) != 1:
-            raise _changed(folder, f"{names[0]} is stored {len(stored)} times")
+            raise changed(folder, f"{names[0]} is stored {len(stored)} times")
         one, other = held[stored[0]].cpu(), written.pop(stored[0])
         if one.dtype != other.dtype or not torch.equal(one, other):
-            raise _changed(folder, f"{stored[0]} differs")
+            raise changed(folder, f"{stored[0]} differs")
     if written:
-        raise _changed(folder, f"{min(written)} is no tensor of the model")
+        raise changed(folder, f"{min(written)} is no tensor of the model")
 
 
 def refuse_changed_tokenizer(folder: Path, target: LocalTarget) -> None:
@@ -50,7 +50,7 @@ def refuse_changed_tokenizer(folder: Path, target: LocalTarget) -> None:
         tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder, local_files_only=True))
         != target.tokenizer_fingerprint
     ):
-        raise _changed(folder, f"its tokenizer is not that of {target.name}")
+        raise changed(folder, f"its tokenizer is not that of {target.name}")
 
 
 @torch.no_grad()
@@ -64,10 +64,10 @@ def refuse_changed_step(folder: Path, draft: Draft) -> None:
     rows = draft.model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(min(rows, _STEP_TOKENS))[None]
     if not torch.equal(again.head_token_ids, draft.head_token_ids):
-        raise _changed(folder, "it computes other rows of its head")
+        raise changed(folder, "it computes other rows of its head")
     one, other = (model(tokens.to(model.device)).logits for model in (draft.model, again.model))
     if not torch.equal(one, other):
-        raise _changed(folder, "one step from disk gives other logits")
+        raise changed(folder, "one step from disk gives other logits")
 
 
 def refuse_map_that_is_not_inverse(d2t: torch.Tensor, t2d: torch.Tensor) -> None:
@@ -89,5 +89,6 @@ def refuse_map_that_is_not_inverse(d2t: torch.Tensor, t2d: torch.Tensor) -> None
         )
 
 
-def _changed(folder: Path, what: str) -> CheckpointError:
+def changed(folder: Path, what: str) -> CheckpointError:
+    """Return the error of a written folder or file that is not what was in memory."""
     return CheckpointError(f"What was written to {folder} is not what was in memory: {what}. Nothing was kept.")

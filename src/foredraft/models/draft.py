@@ -1,5 +1,6 @@
 """A trained draft in memory, and as a folder that stock transformers loads."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,13 @@ def load_draft(path: Path, dtype: str = "auto") -> Draft:
         CheckpointError: the list of head rows cannot be read.
     """
     return Draft(load_model(path, dtype), _read_head_token_ids(path / HEAD_FILE))
+
+
+def stored_dtype(source: Path) -> str:
+    """Return the precision that a folder's config.json names; float32 where it names none."""
+    file = source / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.core.errors import CheckpointError
+from foredraft.core.programs import last_words
 from foredraft.models.loading import load_model, max_context
+from foredraft.models.widened import widened
 
 HERE = "FOREDRAFT_REOPEN_HERE"
 _TOKENS = 24
@@ -45,8 +47,9 @@ def logits_in_new_process(folder: Path, token_ids: Int[Tensor, "1 tokens"]) -> F
             check=False,
         )
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise CheckpointError(f"What was written cannot be loaded in a new process: {last}. Nothing was kept.")
+            raise CheckpointError(
+                f"What was written cannot be loaded in a new process: {last_words(done)}. Nothing was kept."
+            )
         return load_file(said)["logits"]
 
 
@@ -74,15 +77,9 @@ def refuse_changed_logits(folder: Path, model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _in_float32(model: torch.nn.Module, token_ids: Int[Tensor, "1 tokens"]) -> Float[Tensor, "1 tokens vocab"]:
-    kept = {weight: weight.data for weight in model.parameters() if weight.dtype in (torch.bfloat16, torch.float16)}
     device = next(model.parameters()).device
-    try:
-        for weight, data in kept.items():
-            weight.data = data.float()
+    with widened(model):
         return model(token_ids.to(device)).logits.float().cpu()
-    finally:
-        for weight, data in kept.items():
-            weight.data = data
 
 
 def _main(folder: str, asked: str, said: str) -> None:

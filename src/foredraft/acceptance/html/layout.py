@@ -5,7 +5,7 @@ from importlib.resources import files
 from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html import plots
-from foredraft.acceptance.html.markup import Content, element, extend
+from foredraft.acceptance.html.markup import Content, document, element, extend
 from foredraft.acceptance.wording import NOT_MEASURED
 
 
@@ -20,6 +20,18 @@ def head(title: str) -> Element:
         element("title", title),
         element("style", files("foredraft").joinpath("data/report.css").read_text("utf-8")),
     )
+
+
+def page(title: str, headline: Sequence[Element], sections: Sequence[Element]) -> str:
+    """Return a page of a headline, links to its sections, and the sections."""
+    links = (element("a", section[0].text or "", href=f"#{section.get('id')}") for section in sections)
+    body = element(
+        "body",
+        element("header", *headline),
+        element("nav", *links, aria_label="Sections"),
+        element("main", *sections),
+    )
+    return document(element("html", head(title), body, lang="en"))
 
 
 def section(name: str, title: str, about: str, *content: Content) -> Element:

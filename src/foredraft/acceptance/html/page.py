@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from foredraft.acceptance.html import layout, plots, tables
-from foredraft.acceptance.html.markup import Content, document, element
+from foredraft.acceptance.html.markup import Content, element
 from foredraft.acceptance.reading import Choice, LawStandings, Reading, Standing, read_report
 from foredraft.acceptance.wording import (
     NO_BREAK,
@@ -60,15 +60,8 @@ def render(report: Mapping[str, Any]) -> str:
         _losers(reading, colours),
         _method(reading),
     )
-    links = (element("a", section[0].text or "", href=f"#{section.get('id')}") for section in sections)
-    body = element(
-        "body",
-        element("header", *_headline(reading)),
-        element("nav", *links, aria_label="Sections"),
-        element("main", *sections),
-    )
     title = f"foredraft: {reading.choice.drafter or 'draft models'} for {reading.target or 'a target'}"
-    return document(element("html", layout.head(title), body, lang="en"))
+    return layout.page(title, _headline(reading), sections)
 
 
 def _headline(reading: Reading) -> list[Element]:

@@ -9,6 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.models.head import NO_IDS
+from foredraft.trace.store import Trace
+
+
+def frequent_rows(traces: Iterable[Trace], tokenizer: PreTrainedTokenizerBase, rows: int) -> Int[Tensor, " kept"]:
+    """Return the rows of a trimmed head by how often the traces' answers hold a token; see rank_tokens."""
+    answers = (row.answer_ids.numpy() for trace in traces for row in trace.rows(tops=False))
+    return rank_tokens(answers, tokenizer, rows)
 
 
 def rank_tokens(answers: Iterable[np.ndarray], tokenizer: PreTrainedTokenizerBase, rows: int) -> Int[Tensor, " kept"]:
