@@ -2,6 +2,8 @@
 
 import errno
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,14 @@ def test_sglang_gets_the_text_of_an_index(target: LocalTarget, texts: list[Path]
     lines = (tmp_path / "out" / "corpus.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [COMMON, COMMON, COMMON, RARE]
     assert "--speculative-ngram-external-sam-budget 4" in (tmp_path / "out" / "run.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_corpus_larger_than_memory_is_built_in_shards_and_refused_in_one(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.little_memory", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    refused, *built = ended.stdout.splitlines()
+    assert "Give a smaller shard_tokens" in refused
+    assert built == ["24 shards", "the end of the corpus is known", "nothing is left of the whole one"]

@@ -30,8 +30,10 @@ from tokenizers import Tokenizer
 
 from foredraft.core.proposal import ROOT, Proposal
 from foredraft.core.protocols import Answer
+from foredraft.ngram.automaton import Automaton
 from foredraft.ngram.index import SuffixIndex, build_suffix_index, open_suffix_index
-from foredraft.ngram.suffix import SuffixDrafter, Voting
+from foredraft.ngram.jit import jit
+from foredraft.ngram.suffix import SuffixDrafter, Voting, _voted_chain
 
 K = 8
 DEPTH = 32
@@ -177,6 +179,7 @@ def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict
         "plain dict, 3 tokens": peers.dict_drafter(texts.corpus, vocab_size, K),
         "transformers' prompt lookup": peers.prompt_lookup(vocab_size, K),
     }
+    alike = SuffixDrafter(vocab_size, [(index, 1.0)], Voting(base=1.0, context_weight=1.0))
     figures = {}
     if peers.SuffixDecodingCache is not None:
         begun = time.thread_time()
@@ -189,6 +192,7 @@ def _drafters(index: SuffixIndex, texts: TextSet, vocab_size: int) -> tuple[dict
         "ours, corpus, chain": lambda context: static.propose(context, K, GENERATOR),
         "ours, both, chain": lambda context: both.propose(context, K, GENERATOR),
         "ours, both, tree": lambda context: both.propose_tree(context, K, K),
+        "the same, each occurrence one vote": lambda context: alike.propose_tree(context, K, K),
     }
     return drafters, figures
 
@@ -207,7 +211,7 @@ def _parts(index: SuffixIndex, answers: Sequence[Answer], vocab_size: int) -> di
         """Say of each context but a text's first that it goes on from the one before, as replay does."""
         return lambda context: call(context, grown=len(context) > 1)
 
-    return _in_turns(
+    return _compiled(texts, vocab_size) | _in_turns(
         {
             "update of the request tier, a token": (grown(request._request.follow), contexts),
             "chain from the request, update included": (grown(partial(request._chain, k=K)), contexts),
@@ -218,6 +222,56 @@ def _parts(index: SuffixIndex, answers: Sequence[Answer], vocab_size: int) -> di
             "propose() from both, contexts compared": (lambda context: both.propose(context, K, GENERATOR), tensors),
         }
     )
+
+
+def _compiled(texts: Sequence[np.ndarray], vocab_size: int) -> dict[str, Spread]:
+    """Return CPU microseconds a token of the request tier's work alone: a whole text in one call of compiled code."""
+    size = sum(map(len, texts))
+
+    def updates() -> None:
+        for text in texts:
+            Automaton.empty(len(text)).follow(text)
+
+    def chains() -> None:
+        for text in texts:
+            request = SuffixDrafter(vocab_size)
+            rows, arena = request._consulted(text, K), request._request.arena(len(text))
+            votes = rows.lengths, *request._votes, rows.tokens, request.voting.doubt
+            _chains(*arena, text, request.voting.num_context, *votes, np.empty(K, np.int64))
+
+    calls = {
+        "compiled code alone: update of the request tier, a token": updates,
+        "compiled code alone: update and chain from the request": chains,
+    }
+    for call in calls.values():
+        call()  # compiles
+    return {name: Spread.of([1e6 * cpu(call) / size for _ in range(ROUNDS)]) for name, call in calls.items()}
+
+
+@jit
+def _chains(
+    states: np.ndarray,
+    edges: np.ndarray,
+    table: np.ndarray,
+    counters: np.ndarray,
+    text: np.ndarray,
+    context: np.ndarray,
+    num_context: int,
+    lengths: np.ndarray,
+    scales: np.ndarray,
+    powers: np.ndarray,
+    tokens: np.ndarray,
+    doubt: float,
+    draft: np.ndarray,
+) -> int:
+    """Draft at every position of `context`; return the tokens drafted, so that nothing is left out as unused."""
+    drafted = 0
+    for end in range(1, len(context)):
+        drafted += _voted_chain(
+            states, edges, table, counters, text, context[:end], end > 1, num_context,
+            lengths, scales, powers, tokens, doubt, 0.0, draft,
+        )  # fmt: skip
+    return drafted
 
 
 def cpu(call: Callable[[], object]) -> float:

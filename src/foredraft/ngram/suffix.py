@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float64, Int, Int64
 from torch import Tensor
 
 from foredraft.checkpoint import DraftManifest, read_manifest, write_draft
-from foredraft.core.errors import CheckpointError, UserError
+from foredraft.core.errors import CheckpointError, CorpusError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.progress import Progress
 from foredraft.core.proposal import Laws, Proposal
@@ -206,7 +206,7 @@ def build_weighted_suffix(
     Holds one shard in memory at a time, so that the corpora may be larger than that.
 
     Raises:
-        CorpusError: a corpus is empty or speaks another vocabulary.
+        CorpusError: a corpus is empty or speaks another vocabulary, or a shard of it does not fit into memory.
         OutputError: `out` holds something else, or the disk is full.
     """
     manifest = replace(manifest, kind=KIND, vocab_size=vocab_size, law=GREEDY)
@@ -224,7 +224,13 @@ def build_weighted_suffix(
                     meter.advance(size)
                 number += 1
 
-    return write_draft(out, manifest, fill)
+    try:
+        return write_draft(out, manifest, fill)
+    except MemoryError:
+        raise CorpusError(
+            f"Memory ran out: a shard of {settings.shard_tokens:,} tokens takes about "
+            f"{16e-9 * settings.shard_tokens:.2g} GB. Give a smaller shard_tokens: corpora may be larger than memory."
+        ) from None
 
 
 def load_suffix(path: Path, dtype: str = "auto") -> SuffixDrafter:
