@@ -25,7 +25,7 @@ candidates:
   untrained: [{{init: {{layers: first-3, vocab: 128}}}}]
   prefix:
     - from: untrained
-    - distill: {{tokens: 12000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
+    - distill: {{tokens: 6000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
   matched:
     - from: untrained
     - distill: {{tokens: 3000, batch_tokens: 256, layer_matching: 0.1}}
