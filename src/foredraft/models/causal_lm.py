@@ -23,11 +23,11 @@ from foredraft.core.roofline import PassFacts
 from foredraft.models.batch_session import BatchSession
 from foredraft.models.draft import Draft, load_draft
 from foredraft.models.head import Head
-from foredraft.models.light.model import LightForCausalLM
 from foredraft.models.light.reading import LightBatchSession, LightTexts
 from foredraft.models.light.session import LightSession
 from foredraft.models.loading import max_context
 from foredraft.models.passes import end_addresses, pass_facts, stored_weights
+from foredraft.models.readers import readers_of
 from foredraft.models.session import Session
 from foredraft.models.timing import EqualTexts
 
@@ -60,6 +60,7 @@ class CausalLMDrafter:
         self.kind = kind
         self.own_laws = own_laws
         self._head = Head(draft.model, draft.head_token_ids, num_tokens=vocab_size)
+        self._readers = readers_of(draft.model)
         self._session = self._new_session()
         self._tokens, self._row_of = _token_maps(self._head, vocab_size)
 
@@ -89,9 +90,7 @@ class CausalLMDrafter:
 
     def texts(self, token_ids: Int[Tensor, "rows context"]) -> EqualTexts | LightTexts:
         """Return texts of equal length that the draft has read, to time its steps over a batch."""
-        if isinstance(self.draft.model, LightForCausalLM):
-            return LightTexts(self.draft.model, self._head, token_ids)
-        return EqualTexts(self.draft.model, self._head, token_ids)
+        return self._readers.texts(self.draft.model, self._head, token_ids)
 
     @property
     def passes(self) -> PassFacts:
@@ -110,9 +109,7 @@ class CausalLMDrafter:
 
     def open_batch(self, num_texts: int) -> "CausalLMBatch":
         """Return the same draft at work on several texts."""
-        if isinstance(self.draft.model, LightForCausalLM):
-            return CausalLMBatch(self, LightBatchSession(self.draft.model, self._head, num_texts))
-        return CausalLMBatch(self, BatchSession(self.draft.model, self._head, num_texts))
+        return CausalLMBatch(self, self._readers.batch(self.draft.model, self._head, num_texts))
 
     def target_session(self) -> Session:
         """Return a cache that follows one text, with logits over the vocabulary, for a draft in a target's role.
@@ -129,9 +126,7 @@ class CausalLMDrafter:
         return Session(self.draft.model, self._head)
 
     def _new_session(self) -> Session | LightSession:
-        if isinstance(self.draft.model, LightForCausalLM):
-            return LightSession(self.draft.model, self._head)
-        return Session(self.draft.model, self._head)
+        return self._readers.session(self.draft.model, self._head)
 
     def most_tokens(self, context: Int[Tensor, " tokens"], k: int) -> int:
         """Return how many of k tokens can be drafted behind a context."""
