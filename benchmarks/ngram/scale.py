@@ -4,7 +4,7 @@
 
 Text: every readable file of 200 bytes to 400 kB under the roots (installed Python packages, unpacked sources), no
 content twice. It is tokenized once into DIR/tokens.i32. Needs about 16 bytes of memory a token. Each size is built in a
-process of its own, so that its peak memory is its own. Writes SCALE.md beside this file.
+process of its own, so that its peak memory is its own. Writes scale.md beside this file.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
         if tokens <= min(options.tokens, size - HELD_OUT):
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 rows.append(pool.apply(_measure, (options.work, tokens, tokenizer.get_vocab_size())))
-            (Path(__file__).parent / "SCALE.md").write_text(_table(rows), encoding="utf-8")
+            (Path(__file__).parent / "scale.md").write_text(_table(rows), encoding="utf-8")
 
 
 def _tokenize(roots: list[Path], tokenizer: Tokenizer, work: Path, wanted: int) -> None:
