@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--teach", type=Path)
     parser.add_argument("--not-in", type=Path, action="append", default=[], help="traces whose prompts are left out")
     parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="draft tokens of the arms")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     traces = [open_trace(folder) for folder in options.trace]
@@ -64,12 +65,19 @@ def main() -> None:
             specs |= taught(options.teach, speaker.vocab_size, Path(folder))
         drafters = {name: bound_for(load_drafter(spec, speaker), law) for name, spec in specs.items()}
         began = time.perf_counter()
-        traffic = record(drafters, rows, max(LENGTHS))
+        traffic = record(drafters, rows, max(options.lengths))
         replayed = time.perf_counter() - began
-        settings = SimulateSettings(lengths=list(LENGTHS))
+        settings = SimulateSettings(lengths=list(options.lengths))
         report = read_report(options.report)
-        costs = costs_by_requests(drafters, rows[0].answer(), max(LENGTHS), settings, report, law.temperature)[1]
-    result = {"law": str(law), "target": speaker.name, "replay_seconds": replayed, **measured(traffic, costs)}
+        costs = costs_by_requests(drafters, rows[0].answer(), max(options.lengths), settings, report, law.temperature)[
+            1
+        ]
+    result = {
+        "law": str(law),
+        "target": speaker.name,
+        "replay_seconds": replayed,
+        **measured(traffic, costs, tuple(options.lengths)),
+    }
     name = f"T{law.temperature:g}"
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / f"{name}.md").write_text(table(result))
@@ -86,28 +94,28 @@ def taught(folder: Path, vocab_size: int, out: Path) -> dict[str, str]:
     return {"suffix-corpus": str(out / "suffix")}
 
 
-def measured(traffic: Traffic, costs: BlockCosts) -> dict:
-    arms, references = Arms.of(traffic.names, LENGTHS), References.of(traffic, costs, LENGTHS)
+def measured(traffic: Traffic, costs: BlockCosts, lengths: tuple[int, ...]) -> dict:
+    arms, references = Arms.of(traffic.names, lengths), References.of(traffic, costs, lengths)
     found = []
     for name in POLICIES:
         began = time.perf_counter()
-        run = simulate(traffic, read_policy(name), costs, LENGTHS)
+        run = simulate(traffic, read_policy(name), costs, lengths)
         found.append(references.described(name, run, arms) | {"wall_seconds": time.perf_counter() - began})
     return {
         "answers": len(traffic.answers), "tokens": traffic.tokens, **references.to_json(arms), "policies": found,
-        "hopeless": hopeless(traffic, costs), "switch": switched(traffic, costs),
+        "hopeless": hopeless(traffic, costs, lengths), "switch": switched(traffic, costs, lengths),
         "deciding_us": deciding(),
     }  # fmt: skip
 
 
-def hopeless(traffic: Traffic, costs: BlockCosts, tokens: int = 20_000) -> dict[str, float]:
+def hopeless(traffic: Traffic, costs: BlockCosts, lengths: tuple[int, ...], tokens: int = 20_000) -> dict[str, float]:
     """Return plain decoding's time / each policy's on text of which no drafter guesses a token, and all try."""
-    room = np.minimum(max(LENGTHS), tokens - np.arange(tokens))
+    room = np.minimum(max(lengths), tokens - np.arange(tokens))
     offered = np.stack([room] * len(traffic.names))
     text = Recorded(offered, np.zeros_like(offered), np.ones(tokens, np.int64))
     stream = Traffic(traffic.names, traffic.model_free, (text,))
     return {
-        name: tokens * costs.plain / float(simulate(stream, read_policy(name), costs, LENGTHS).seconds.sum())
+        name: tokens * costs.plain / float(simulate(stream, read_policy(name), costs, lengths).seconds.sum())
         for name in POLICIES
     }
 
@@ -135,22 +143,22 @@ def deciding(blocks: int = 3000) -> dict[str, float]:
     return found
 
 
-def switched(traffic: Traffic, costs: BlockCosts) -> dict:
+def switched(traffic: Traffic, costs: BlockCosts, lengths: tuple[int, ...]) -> dict:
     """Return rates around a switch between the two domains that a fixed arm serves worst together."""
     by_domain: dict[str, list[Recorded]] = {}
     for answer in traffic.answers:
         by_domain.setdefault(answer.domain, []).append(answer)
     rates = {
-        domain: np.array([run.tokens_per_second for run in fixed_runs(_part(traffic, own), costs, LENGTHS)])
+        domain: np.array([run.tokens_per_second for run in fixed_runs(_part(traffic, own), costs, lengths)])
         for domain, own in by_domain.items()
-        if sum(map(len, own)) > 1500
+        if sum(map(len, own)) > 500
     }
     loss = {
         (one, other): rates[other].max() / rates[other][rates[one].argmax()]
         for one in rates for other in rates if one != other
     }  # fmt: skip
     before, after = max(loss, key=lambda pair: loss[pair])
-    arms = Arms.of(traffic.names, LENGTHS)
+    arms = Arms.of(traffic.names, lengths)
     curves = {}
     for name in ("hedge", "marginal", "contextual", "thompson"):
         controller = Controller(arms, costs, read_policy(name), traffic.model_free,
