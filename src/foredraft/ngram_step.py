@@ -20,7 +20,6 @@ class CorpusSettings(Settings):
     weight: float = Field(
         1.0,
         gt=0.0,
-        allow_inf_nan=False,
         description="What an occurrence in it counts; a whole number but for the kind suffix.",
     )
 
