@@ -55,6 +55,12 @@ class Recipe(Settings):
         _refuse_cycles({name: _sources(steps) for name, steps in self.candidates.items()})
         return self
 
+    @model_validator(mode="after")
+    def _chosen_batch_is_timed(self) -> "Recipe":
+        if self.select.batch_size not in (1, *self.evaluate.batch_sizes):
+            raise ValueError(f"select.batch_size {self.select.batch_size} is not among evaluate.batch_sizes")
+        return self
+
     def _require_known(self, name: str, position: int, others: Sequence[str]) -> None:
         """Refuse an adaptive candidate that does not say which candidates it chooses among."""
         if position != 1 or self.candidates[name][0].verb != "from":
