@@ -74,13 +74,14 @@ def opened_traces(folders: list[Path], target: "LocalTarget | None" = None) -> "
     from foredraft.trace.store import open_trace, require_same
 
     opened = [open_trace(folder) for folder in folders]
-    for trace in opened if target is not None else ():
-        require_same(
-            trace,
-            target.name,
-            target_fingerprint=target.fingerprint,
-            tokenizer_fingerprint=target.tokenizer_fingerprint,
-        )
+    for trace in opened:
+        if target is not None:
+            require_same(
+                trace,
+                target.name,
+                target_fingerprint=target.fingerprint,
+                tokenizer_fingerprint=target.tokenizer_fingerprint,
+            )
     return opened
 
 
