@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,35 @@ def test_bad_input_is_one_or_two_lines_and_status_2(
     assert len(error.strip().splitlines()) <= 2
     assert "Traceback" not in shown
     assert not _results(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "init --set layers=first-2 --set vocab=100",
+        "fit-law DRAFT",
+        "quantize DRAFT --set method=gptq",
+        "sensitivity DRAFT",
+    ],
+)
+def test_what_another_target_wrote_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    places: dict[str, str],
+    trace: str,
+    tmp_path: Path,
+    words: str,
+) -> None:
+    shutil.copytree(trace, tmp_path / "foreign")
+    manifest = tmp_path / "foreign" / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**fields, "target_fingerprint": "f" * 16}))
+    verb, *rest = (places.get(word, word) for word in words.split())
+    out = [] if verb == "sensitivity" else ["--out", tmp_path / "out"]
+    named = ["--target", places["TARGET"], "--trace", tmp_path / "foreign"]
+    capsys.readouterr()
+    assert foredraft(monkeypatch, verb, *rest, *named, *out) == 2
+    assert "collect a trace from that target" in capsys.readouterr().err
 
 
 def test_json_errors_are_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from foredraft.checkpoint import DraftManifest, read_manifest, record_measurement, verify_draft, write_draft
 from foredraft.core.errors import CheckpointError, OutputError
@@ -35,10 +36,29 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="No space left"), whole_folder(tmp_path / "out"):
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk while writing"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on the disk while"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "No space left on the disk while writing"),
+        (OSError(errno.EFBIG, "File too large"), "out cannot be written: File too large"),
+    ],
+)
+def test_a_full_disk_is_named(tmp_path: Path, error: Exception, message: str) -> None:
+    for writer in (whole_folder, whole_file):
+        with pytest.raises(OutputError, match=message), writer(tmp_path / "out"):
+            raise error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OutputError, match=r"a.json cannot be written: Read-only"), whole_file(tmp_path / "a.json"):
+        refuse()
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

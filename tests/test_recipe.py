@@ -8,7 +8,7 @@ import pytest
 from foredraft.core.errors import RecipeError
 from foredraft.recipe import load_recipe, parse_recipe, settings_from
 from foredraft.settings import EvaluateSettings
-from foredraft.steps import DistillStep
+from foredraft.steps import DistillStep, InitStep
 
 GOOD = """
 target: {model: some/model}
@@ -50,6 +50,8 @@ def test_overrides_reach_into_lists() -> None:
 
 def test_a_part_takes_overrides_alone() -> None:
     assert settings_from(DistillStep, ["tokens=5", "loss={tvd: 2}"]).loss == {"tvd": 2.0}
+    assert settings_from(DistillStep, ["loss=tvd"]).loss == {"tvd": 1.0}
+    assert settings_from(InitStep, ["layers=3"]).layers == "3"
     assert settings_from(EvaluateSettings, ["num_draft_tokens=3"]).num_draft_tokens == [3]
 
 
@@ -79,7 +81,14 @@ def test_all_faults_come_together_with_key_and_line() -> None:
         ),
         ("file: shipped", "file: a, dataset: b", "give either file or dataset"),
         ("1..4", "0..4", "greater than or equal to 1"),
+        ("{kind: prompt-lookup}", "{kind: prompt-lookup, min_match: 4}", "min_match 4 is longer than max_match 3"),
+        ("{num_draft_tokens: 1..4}", "{}\nselect: {batch_size: 7}", "select.batch_size 7 is not among evaluate.batch"),
+        ("{kind: prompt-lookup}", "{kind: ngram, corpus: texts, texts: [{files: [a], weight: 1e9}]}", "equal to 1000"),
+        ("1..4", "1..999999999", "1..999999999 goes beyond the longest draft, 64 tokens"),
+        ("1e-3", ".inf", "bad.yaml:9: candidates.prefix.1.distill.learning_rate: Input should be a finite number"),
         ("{model: some/model}", "[", "bad.yaml is no YAML"),
+        ("{model: some/model}", "{[a, b]: c}", "bad.yaml:2: a key is one word, not a list or a mapping"),
+        ("{model: some/model}", "&a [*a]", "bad.yaml is nested too deeply, or an alias of it stands within what"),
     ],
 )
 def test_faults_name_what_to_change(old: str, new: str, message: str) -> None:
@@ -94,6 +103,10 @@ def test_faults_name_what_to_change(old: str, new: str, message: str) -> None:
         ("tokens", "--set takes key=value, not 'tokens'"),
         ("tokens.more=1", "tokens"),
         ("tokens=-1", "tokens: Input should be greater than or equal to 1"),
+        ("tokens=[", "--set tokens=[: the value is no YAML"),
+        ("learning_rate=1e999", "learning_rate: Input should be a finite number"),
+        ("loss={tvd: .inf}", "loss.tvd: Input should be a finite number"),
+        ("loss={tvd: -1}", "loss.tvd: Input should be greater than 0"),
     ],
 )
 def test_override_faults(override: str, message: str) -> None:
@@ -107,6 +120,9 @@ def test_a_missing_or_empty_recipe_says_so(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     with pytest.raises(RecipeError, match="is empty"):
         load_recipe(tmp_path / "empty.yaml")
+    (tmp_path / "latin.yaml").write_bytes("# caf\xe9\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match="latin.yaml is no text in UTF-8: invalid continuation byte at byte 5"):
+        load_recipe(tmp_path / "latin.yaml")
 
 
 def _literally(text: str) -> str:

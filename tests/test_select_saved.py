@@ -1,5 +1,6 @@
 """A saved selection is a drafter, and notices when what it rests on moved or changed."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,24 @@ def test_it_comes_back_as_it_was_and_notices_every_change(tmp_path: Path) -> Non
     table(draft, 1)
     with pytest.raises(CheckpointError, match="it was made anew"):
         load_drafter(str(path), SPEAKER)
+
+
+def test_a_draft_behind_a_way_of_drafting_is_noticed_too(tmp_path: Path) -> None:
+    draft, path = table(tmp_path / "draft", 0), tmp_path / "selection.json"
+    costs = {1: BlockCosts.by_ratio([0.1, 0.1], 4, 0.1, 1)}
+    specs = {"wrapped": f"{draft}+adaptive:others=prompt-lookup", "first": f"prompt-lookup+first-guess:first={draft}"}
+    save_selection(path, Saved.of(SPEAKER, specs, (2, 4), "ucb", costs))
+    for name in specs:
+        shutil.rmtree(draft)
+        table(draft, 1)
+        alone = tmp_path / f"{name}.json"
+        alone.write_text(json.dumps({**json.loads(path.read_text()), "specs": {name: specs[name]}}))
+        with pytest.raises(CheckpointError, match=f"the drafter {name} .* it was made anew"):
+            load_drafter(str(alone), SPEAKER)
+        shutil.rmtree(draft)
+        with pytest.raises(CheckpointError, match=f"the drafter {name} is not at"):
+            load_drafter(str(alone), SPEAKER)
+        table(draft, 0)
 
 
 def test_what_is_no_selection_says_so(tmp_path: Path) -> None:

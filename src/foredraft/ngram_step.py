@@ -20,7 +20,7 @@ class CorpusSettings(Settings):
     weight: float = Field(
         1.0,
         gt=0.0,
-        allow_inf_nan=False,
+        le=1000.0,
         description="What an occurrence in it counts; a whole number but for the kind suffix.",
     )
 
@@ -64,6 +64,12 @@ class NgramStep(Settings):
     def _texts_are_used(self) -> "NgramStep":
         if bool(self.texts) != ("texts" in self.corpus):
             raise ValueError("texts go with corpus: texts or trace+texts, and these with texts")
+        return self
+
+    @model_validator(mode="after")
+    def _matches_have_a_length(self) -> "NgramStep":
+        if self.kind == "prompt-lookup" and self.min_match > self.max_match:
+            raise ValueError(f"min_match {self.min_match} is longer than max_match {self.max_match}")
         return self
 
     @property

@@ -55,6 +55,12 @@ class Recipe(Settings):
         _refuse_cycles({name: _sources(steps) for name, steps in self.candidates.items()})
         return self
 
+    @model_validator(mode="after")
+    def _chosen_batch_is_timed(self) -> "Recipe":
+        if self.select.batch_size not in (1, *self.evaluate.batch_sizes):
+            raise ValueError(f"select.batch_size {self.select.batch_size} is not among evaluate.batch_sizes")
+        return self
+
     def _require_known(self, name: str, position: int, others: Sequence[str]) -> None:
         """Refuse an adaptive candidate that does not say which candidates it chooses among."""
         if position != 1 or self.candidates[name][0].verb != "from":
@@ -74,7 +80,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if not path.is_file():
         raise RecipeError(f"There is no recipe {path}.")
-    return parse_recipe(path.read_text(encoding="utf-8"), str(path), overrides)
+    return parse_recipe(_text(path), str(path), overrides)
 
 
 def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
@@ -82,6 +88,11 @@ def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ())
     data, lines = _read_yaml(text, name)
     _override(data, overrides)
     return validated(Recipe, data, name, lines)
+
+
+def load_settings(kind: type[SettingsT], path: Path) -> SettingsT:
+    """Return settings from a YAML file of their own; see read_settings."""
+    return read_settings(kind, _text(path), str(path))
 
 
 def read_settings(kind: type[SettingsT], text: str, name: str) -> SettingsT:
@@ -133,30 +144,41 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}.") from error
+
+
 def _read_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
     try:
         root = yaml.compose(text, _Loader)
         if root is None:
             raise RecipeError(f"{name} is empty.")
-        lines = dict(_walk(root, ""))
+        lines = dict(_walk(root, "", name))
         repeated = list(_duplicates(root, ""))
         if repeated:
             raise RecipeError("\n".join(f"{name}:{line}: {key}: given twice" for key, line in repeated))
         return yaml.load(text, _Loader), lines
     except yaml.YAMLError as error:
         raise RecipeError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{name} is nested too deeply, or an alias of it stands within what it names.") from error
 
 
-def _walk(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
+def _walk(node: yaml.Node, prefix: str, name: str) -> Iterator[tuple[str, int]]:
     yield prefix, node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise RecipeError(f"{name}:{key.start_mark.line + 1}: a key is one word, not a list or a mapping")
             dotted = f"{prefix}.{key.value}".lstrip(".")
-            yield from _walk(value, dotted)
+            yield from _walk(value, dotted, name)
             yield dotted, key.start_mark.line + 1
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _walk(value, f"{prefix}.{index}".lstrip("."))
+            yield from _walk(value, f"{prefix}.{index}".lstrip("."), name)
 
 
 def _duplicates(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
@@ -192,7 +214,14 @@ def _override(data: Any, overrides: Sequence[str]) -> None:
         key, separator, value = override.partition("=")
         if not separator:
             raise RecipeError(f"--set takes key=value, not {override!r}.")
-        _put(data, key.split("."), yaml.load(value, _Loader))
+        _put(data, key.split("."), _value(value, override))
+
+
+def _value(text: str, override: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {override}: the value is no YAML: {' '.join(str(error).split())}") from error
 
 
 def _put(data: Any, keys: Sequence[str], value: Any) -> None:

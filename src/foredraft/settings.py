@@ -9,16 +9,21 @@ from foredraft.core.law import SamplingLaw
 
 QUICKSTART_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHIPPED_PROMPTS = "shipped"
+_LONGEST = 64
 
 
 def _draft_lengths(value: Any) -> Any:
     """Read `1..8`, `4` or `[1, 2, 4]`."""
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\.\.(\d+)", value)):
+        if int(match[2]) > _LONGEST:
+            raise ValueError(f"{value} goes beyond the longest draft, {_LONGEST} tokens")
         return list(range(int(match[1]), int(match[2]) + 1))
     return [value] if isinstance(value, int) else value
 
 
-DraftLengths = Annotated[list[Annotated[int, Field(ge=1, le=64)]], BeforeValidator(_draft_lengths), Field(min_length=1)]
+DraftLengths = Annotated[
+    list[Annotated[int, Field(ge=1, le=_LONGEST)]], BeforeValidator(_draft_lengths), Field(min_length=1)
+]
 
 
 def from_number(name: str) -> BeforeValidator:
@@ -26,13 +31,21 @@ def from_number(name: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {name: value} if isinstance(value, int | float) else value)
 
 
+Losses = Annotated[
+    dict[str, Annotated[float, Field(gt=0.0)]],
+    BeforeValidator(lambda value: {value: 1.0} if isinstance(value, str) else value),
+    Field(min_length=1),
+]
+
 BatchSizes = Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)]
 
 
 class Settings(BaseModel):
-    """A part of a recipe: unknown keys are errors, values are frozen."""
+    """A part of a recipe: unknown keys are errors, values are frozen, numbers finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, populate_by_name=True, allow_inf_nan=False
+    )
 
 
 class TargetSettings(Settings):
@@ -48,7 +61,7 @@ class TargetSettings(Settings):
 class LawSettings(Settings):
     """A sampling law under which the target answers."""
 
-    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
+    temperature: float = Field(1.0, ge=0.0)
     top_k: int = Field(0, ge=0, description="0 keeps all tokens.")
     top_p: float = Field(1.0, gt=0.0, le=1.0)
 
@@ -143,12 +156,8 @@ class SelectSettings(Settings):
     runtime: Literal["foredraft", "transformers"] = Field("foredraft", description="Where the draft will be served.")
     context: int = Field(0, ge=0, description="Tokens of context whose keys and values count as memory of both.")
     max_bytes: int = Field(0, ge=0, description="Largest draft in bytes, its context included; 0 sets no limit.")
-    watts: float = Field(
-        0.0, ge=0.0, allow_inf_nan=False, description="Power of the machine that was timed, while it decodes."
-    )
-    max_joules: float = Field(
-        0.0, ge=0.0, allow_inf_nan=False, description="Most energy that a token may take; needs watts; 0: no limit."
-    )
+    watts: float = Field(0.0, ge=0.0, description="Power of the machine that was timed, while it decodes.")
+    max_joules: float = Field(0.0, ge=0.0, description="Most energy that a token may take; needs watts; 0: no limit.")
     full_vocabulary: bool = Field(False, description="Only drafts that can say every token of the target.")
     batch_size: int = Field(1, ge=1, description="Requests decoded together; the report must have timed it.")
     mix: dict[str, float] = Field({}, description="Share of the tokens by domain; empty: as in the report.")
@@ -174,18 +183,13 @@ class SimulateSettings(Settings):
     cost_ratio: float = Field(
         0.2,
         gt=0.0,
-        allow_inf_nan=False,
         description="Time of a draft step of a model that the report did not time / of a target step.",
     )
-    target_seconds: float = Field(
-        0.03, gt=0.0, allow_inf_nan=False, description="Seconds of a target step of one token, without a report."
-    )
+    target_seconds: float = Field(0.03, gt=0.0, description="Seconds of a target step of one token, without a report.")
     target_growth: float = Field(
-        0.05, ge=0.0, allow_inf_nan=False, description="What one more token adds to it, as a share, without a report."
+        0.05, ge=0.0, description="What one more token adds to it, as a share, without a report."
     )
-    deciding_seconds: float = Field(
-        20e-6, ge=0.0, allow_inf_nan=False, description="Seconds that a choice is charged a block."
-    )
+    deciding_seconds: float = Field(20e-6, ge=0.0, description="Seconds that a choice is charged a block.")
     batch_size: int = Field(
         1, ge=1, le=1024, description="Requests decoded together, whose times count; a report must have timed it."
     )

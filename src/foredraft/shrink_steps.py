@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from foredraft.core.bits import checked_plan
-from foredraft.settings import Settings, from_number
+from foredraft.settings import Losses, Settings, from_number
 
 WidthsRuntime = Literal["", "transformers", "openvino", "llama.cpp", "llama.cpp-q8_0", "vllm"]
 
@@ -101,7 +101,7 @@ class HealSettings(Settings):
     """A short distillation of what is left, with its rounding in place: what is trained is what is written."""
 
     tokens: int = Field(0, ge=0, description="Answer positions trained on, repeats included; 0: none.")
-    loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
+    loss: Losses = Field({"forward_kl": 1.0}, description="Loss names with weights.")
     learning_rate: float = Field(1e-4, gt=0.0)
     batch_tokens: int = Field(256, ge=1, description="Answer positions in one optimizer step, about.")
     seed: int = 0

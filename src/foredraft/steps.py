@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from foredraft.adaptive_step import AdaptiveStep as AdaptiveStep
 from foredraft.ngram_step import NgramStep as NgramStep
-from foredraft.settings import LawSettings, Settings, from_number
+from foredraft.settings import LawSettings, Losses, Settings, from_number
 from foredraft.shrink_steps import CompressStep as CompressStep
 from foredraft.shrink_steps import LowRankStep as LowRankStep
 from foredraft.shrink_steps import PruneStep as PruneStep
@@ -22,6 +22,7 @@ class InitStep(Settings):
     )
     layers: str = Field(
         "first-6",
+        coerce_numbers_to_str=True,
         description="first-6, every-5, first-4+last-2, a list 0,1,2,28,29, or all. Of another model all, unless given.",
     )
     vocab: int = Field(0, ge=0, description="Rows of the head kept, most frequent in the trace first; 0 keeps all.")
@@ -120,7 +121,7 @@ class PhaseSettings(Settings):
     """A part of a training with a loss of its own."""
 
     share: float = Field(gt=0.0, le=1.0, description="Share of the steps.")
-    loss: dict[str, float] = Field(min_length=1, description="Loss names with weights.")
+    loss: Losses = Field(description="Loss names with weights.")
     fade: float = Field(
         0.0, ge=0.0, le=1.0, description="Share of the steps, from its start, in which the loss before it gives way."
     )
@@ -198,7 +199,7 @@ class RolloutSettings(Settings):
         0.5, ge=0.0, le=1.0, description="Share of the prompts of those steps whose answers the draft goes on with."
     )
     max_new_tokens: int = Field(16, ge=1, description="Tokens that the draft writes in a row; a block is no longer.")
-    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="Of the law it writes under; 0 is greedy.")
+    temperature: float = Field(1.0, ge=0.0, description="Of the law it writes under; 0 is greedy.")
     replay: float = Field(
         0.0, ge=0.0, le=1.0, description="Share of the prompts whose positions are drawn again by P(rejected)."
     )
@@ -218,7 +219,7 @@ class DistillStep(Settings):
     )
     text: TextSettings | None = Field(None, description="General text mixed in; left out, none.")
     rollouts: RolloutSettings | None = Field(None, description="On-policy text at the end; left out, none.")
-    loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
+    loss: Losses = Field({"forward_kl": 1.0}, description="Loss names with weights.")
     finish: str = Field("", description="Loss of the last part of training; empty keeps `loss` to the end.")
     finish_fraction: float = Field(0.3, ge=0.0, le=1.0, description="Share of the steps under `finish`.")
     phases: list[PhaseSettings] = Field([], description="Instead of loss and finish: parts of the training, in order.")
@@ -303,7 +304,7 @@ class AdaptStep(Settings):
     buffer: list[str] = Field([], description="Folders that `generate --gather` filled; --buffer on the command line.")
     lambda_distill: float = Field(1.0, gt=0.0, description="Weight of the loss on the buffer.")
     lambda_task: float = Field(1.0, ge=0.0, description="Weight of the old loss on old answers; 0 lets it forget.")
-    loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="On the buffer: names with weights.")
+    loss: Losses = Field({"forward_kl": 1.0}, description="On the buffer: names with weights.")
     passes: float = Field(3.0, gt=0.0, description="Times that each answer of the buffer is replayed.")
     steps: int = Field(0, ge=0, description="Most optimizer steps; 0 leaves it to passes and minutes.")
     minutes: float = Field(5.0, gt=0.0, description="Longest training; scoring before and after comes on top.")
@@ -327,7 +328,7 @@ class MetaStep(Settings):
     algorithm: Literal["reptile", "fomaml"] = Field(
         "reptile", description="reptile moves to the adapted weights; fomaml along the gradient found there."
     )
-    loss: dict[str, float] = Field({"forward_kl": 1.0}, min_length=1, description="Loss names with weights.")
+    loss: Losses = Field({"forward_kl": 1.0}, description="Loss names with weights.")
     outer_steps: int = Field(40, ge=1, description="Domains visited, in turn.")
     inner_steps: int = Field(8, ge=1, description="Optimizer steps on a domain before the outer step.")
     outer_rate: float = Field(0.5, gt=0.0, le=1.0, description="Share of the way that is gone; falls linearly to 0.")
@@ -354,7 +355,7 @@ class LawStep(Settings):
     """
 
     temperature: float | None = Field(
-        None, ge=0.0, allow_inf_nan=False, description="0 is greedy. Left out with top_k: the best on training answers."
+        None, ge=0.0, description="0 is greedy. Left out with top_k: the best on training answers."
     )
     top_k: int | None = Field(None, ge=0, description="0 keeps all tokens.")
     num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which laws are compared.")

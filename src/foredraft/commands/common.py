@@ -69,10 +69,20 @@ def named_target(name: str, dtype: str, adapter: str, trust_remote_code: bool = 
     return load_target(name, dtype, trust_remote_code, adapter)
 
 
-def opened_traces(folders: list[Path]) -> "list[Trace]":
-    from foredraft.trace.store import open_trace
+def opened_traces(folders: list[Path], target: "LocalTarget | None" = None) -> "list[Trace]":
+    """Return the traces in some folders; where `target` is given, one that it did not write is refused."""
+    from foredraft.trace.store import open_trace, require_same
 
-    return [open_trace(folder) for folder in folders]
+    opened = [open_trace(folder) for folder in folders]
+    for trace in opened:
+        if target is not None:
+            require_same(
+                trace,
+                target.name,
+                target_fingerprint=target.fingerprint,
+                tokenizer_fingerprint=target.tokenizer_fingerprint,
+            )
+    return opened
 
 
 def show_report(report: dict[str, Any], folder: Path, as_json: bool) -> None:

@@ -139,7 +139,7 @@ def fit_law(
     if step.is_fitted and not traces:
         raise UserError("Give --trace to fit a law on, or --set temperature=... for a law of your own.")
     loaded = named_target(target, dtype, adapter)
-    written = verbs.set_law(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    written = verbs.set_law(draft, loaded, opened_traces(traces, loaded), step, out, progress_bars())
     print_draft(out, written, as_json)
 
 

@@ -64,7 +64,7 @@ def quantize(
 
     step = settings_from(QuantizeStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    manifest = compressing.quantize_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    manifest = compressing.quantize_draft(draft, loaded, opened_traces(traces, loaded), step, out, progress_bars())
     figures = draft_figures(out, manifest) | {"units": manifest.options["units"]}
     print_figures(figures, size_table(manifest.options["units"], str(out)), as_json)
 
@@ -97,7 +97,7 @@ def prune(
 
     step = settings_from(PruneStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    manifest = compressing.prune_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    manifest = compressing.prune_draft(draft, loaded, opened_traces(traces, loaded), step, out, progress_bars())
     print_draft(out, manifest, as_json)
 
 
@@ -128,7 +128,7 @@ def low_rank(
 
     step = settings_from(LowRankStep, overrides)
     loaded = named_target(target, dtype, adapter)
-    manifest = low_rank_draft(draft, loaded, opened_traces(traces), step, out, progress_bars())
+    manifest = low_rank_draft(draft, loaded, opened_traces(traces, loaded), step, out, progress_bars())
     cuts = manifest.options["low_rank"]
     print_figures(draft_figures(out, manifest) | {"matrices": cuts}, rank_table(cuts, str(out)), as_json)
 
@@ -157,7 +157,7 @@ def sensitivity(
 
     settings = settings_from(SensitivitySettings, overrides)
     loaded = named_target(target, dtype, adapter)
-    found = draft_sensitivity(draft, loaded, opened_traces(traces), settings, progress_bars())
+    found = draft_sensitivity(draft, loaded, opened_traces(traces, loaded), settings, progress_bars())
     print_figures(found, sensitivity_table(found, settings.by), as_json)
 
 
@@ -190,6 +190,6 @@ def compress(
     step = settings_from(CompressStep, overrides)
     loaded = named_target(target, dtype, adapter)
     found = searching.compress_draft(
-        draft, loaded, opened_traces(traces), step, out, progress_bars(), opened_traces(scored)
+        draft, loaded, opened_traces(traces, loaded), step, out, progress_bars(), opened_traces(scored, loaded)
     )
     print_figures(found, front_table(found), as_json)

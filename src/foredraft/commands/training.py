@@ -63,7 +63,7 @@ def init(
         raise UserError("vocab, hidden, heads, ffn and heal are decided by what the target wrote: give --trace.")
     loaded = named_target(target, dtype, adapter, trust_remote_code)
     verbs.refuse_impossible(Step(init=step), loaded)
-    print_draft(out, verbs.init_draft(loaded, opened_traces(traces), step, out), as_json)
+    print_draft(out, verbs.init_draft(loaded, opened_traces(traces, loaded), step, out), as_json)
 
 
 @app.command(

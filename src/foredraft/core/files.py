@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from foredraft.core.errors import OutputError
 
@@ -27,10 +30,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield partial
         _flush(partial)
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _explained(error, path) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses this too
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -61,7 +65,7 @@ def _whole_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 _flush(file)
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _explained(error, path) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -126,11 +130,20 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _explained(error: OSError, path: Path) -> OSError | OutputError:
+def _explained(error: Exception, path: Path) -> Exception:
     if isinstance(error, OutputError):
         return error
-    if error.errno == errno.ENOSPC:
+    number = _number(error)
+    if number in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(f"No space left on the disk while writing {path}. Free some and run the same command again.")
-    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return OutputError(f"{path} cannot be written: {error.strerror}.")
+    if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG):
+        return OutputError(f"{path} cannot be written: {os.strerror(number)}.")
     return error
+
+
+def _number(error: Exception) -> int:
+    """Return the system's number of an error, which safetensors tells in its message only; 0 where there is none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return int(told[1]) if told else 0

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from foredraft.catalog import unknown_name_message
 from foredraft.core.errors import UnknownNameError
 from foredraft.core.roofline import Machine
-from foredraft.recipe import read_settings, write_settings
+from foredraft.recipe import load_settings, read_settings, write_settings
 from foredraft.settings import Settings
 
 
@@ -16,18 +16,18 @@ class HardwareProfile(Settings):
     """What a machine can do at most, and the share of it that is reached."""
 
     name: str = Field(min_length=1)
-    memory_bandwidth: float = Field(gt=0.0, allow_inf_nan=False, description="Bytes/s.")
+    memory_bandwidth: float = Field(gt=0.0, description="Bytes/s.")
     flops: dict[str, float] = Field(min_length=1, description="FLOP/s by dtype, such as bfloat16; dense.")
-    memory: float = Field(gt=0.0, allow_inf_nan=False, description="Bytes that weights and contexts may take.")
-    watts: float = Field(gt=0.0, allow_inf_nan=False, description="Power while it decodes.")
+    memory: float = Field(gt=0.0, description="Bytes that weights and contexts may take.")
+    watts: float = Field(gt=0.0, description="Power while it decodes.")
     batch_bandwidth: float | None = Field(
-        None, gt=0.0, allow_inf_nan=False, description="Bytes/s of weights read for several positions; else the same."
+        None, gt=0.0, description="Bytes/s of weights read for several positions; else the same."
     )
     overlap: float = Field(1.0, ge=0.0, le=1.0, description="Share of moving or computing that hides behind the other.")
     bandwidth_efficiency: float = Field(1.0, gt=0.0, le=1.0, description="Share of the bandwidth that a pass reaches.")
     flops_efficiency: float = Field(1.0, gt=0.0, le=1.0, description="Share of the FLOP/s that a pass reaches.")
-    pass_seconds: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="Fixed time of a pass.")
-    layer_seconds: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="Fixed time of each of its layers.")
+    pass_seconds: float = Field(0.0, ge=0.0, description="Fixed time of a pass.")
+    layer_seconds: float = Field(0.0, ge=0.0, description="Fixed time of each of its layers.")
     sources: dict[str, str] = Field(description="Where each figure is from, by its key; `assumed` where from nowhere.")
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ def load_profile(name: str) -> HardwareProfile:
         RecipeError: the file has faults; names them all.
     """
     if Path(name).is_file():
-        return read_settings(HardwareProfile, Path(name).read_text(encoding="utf-8"), name)
+        return load_settings(HardwareProfile, Path(name))
     known = shipped_profiles()
     found = [one for one in known if one == name] or [one for one in known if one.startswith(name)]
     if len(found) != 1:

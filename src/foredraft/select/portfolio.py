@@ -112,6 +112,8 @@ def checked_mix(mix: Mapping[str, float], known: Sequence[str]) -> dict[str, flo
         if not (math.isfinite(share) and share >= 0.0):
             raise UserError(f"mix: the share of {domain} is {share}, and must be 0 or more.")
     total = sum(mix.values())
+    if not math.isfinite(total):
+        raise UserError("mix: the shares are too large to be added up.")
     if total <= 0.0:
         raise UserError("mix: no domain has a share above 0.")
     return {domain: share / total for domain, share in mix.items() if share}

@@ -1,6 +1,7 @@
 """A selection on disk: drafters with their digests, lengths, policy and costs; an adaptive drafter is made of it."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ class Saved:
     Attributes:
         target, target_fingerprint: For whom it was made.
         specs: Of the drafters, by name.
-        digests: Of those that are draft folders; empty for others.
+        digests: Of the draft folders that each spec names; empty where it names none.
         lengths: Draft lengths.
         policy: As `read_policy` takes it.
         costs: By the number of requests decoded together; see BlockCosts.to_json.
@@ -103,11 +104,12 @@ def load_selection(path: Path, target: Speaker, load: Callable[[str], Drafter]) 
             f"({target.fingerprint}): its costs and drafters are another's. Run foredraft select --simulate again."
         )
     for name, spec in saved.specs.items():
-        if saved.digests[name] and not (Path(spec) / MANIFEST).is_file():
+        found = _digest(spec)
+        if saved.digests[name] and not found:
             raise CheckpointError(
                 f"{path}: the drafter {name} is not at {spec} any more: move it back, or choose again."
             )
-        if (found := _digest(spec)) != saved.digests[name]:
+        if found != saved.digests[name]:
             raise CheckpointError(
                 f"{path}: the drafter {name} at {spec} is {found}, chosen was {saved.digests[name]}: it was made anew. "
                 "Choose again, since acceptance and costs may differ."
@@ -119,7 +121,9 @@ def load_selection(path: Path, target: Speaker, load: Callable[[str], Drafter]) 
 
 
 def _digest(spec: str) -> str:
-    return verify_draft(Path(spec)).digest if (Path(spec) / MANIFEST).is_file() else ""
+    """Return the digests of the draft folders that a spec names, ways of drafting included; empty without any."""
+    named = sorted({spec, *re.split(r"[+:,=|]", spec)} - {""})
+    return "+".join(verify_draft(Path(part)).digest for part in named if (Path(part) / MANIFEST).is_file())
 
 
 def _read(path: Path) -> Saved:
