@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.core.errors import RecipeError, UnknownNameError
+from foredraft.core.errors import RecipeError, UnknownNameError, UserError
 from foredraft.drafters import load_drafter
 from foredraft.models.target import load_target
 from foredraft.pool import run_recipe
@@ -34,9 +34,13 @@ ADAPTIVE = """{from: lookup}, {adaptive: {others: [suffix], lengths: [1, 3], bat
 @pytest.mark.slow
 def test_a_run_measures_saves_and_scores_it(tiny_target_folder: Path, tmp_path: Path) -> None:
     words = random.Random(0)
-    rows = [{"id": f"p{number}", "prompt": " ".join(words.choices(WORDS, k=6))} for number in range(6)]
+    rows = [
+        {"id": f"p{number}", "domain": ("left", "right")[number % 2], "prompt": " ".join(words.choices(WORDS, k=6))}
+        for number in range(6)
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = RECIPE.format(target=tiny_target_folder, prompts=tmp_path / "prompts.jsonl", chooser=ADAPTIVE)
+    text += "select: {portfolio: 2, mix: {left: 1, right: 3}}\n"
     report = run_recipe(parse_recipe(text), tmp_path / "run")
     kinds = {entry["name"]: entry["kind"] for entry in report["laws"][0]["drafters"]}
     assert kinds == {"lookup": "prompt-lookup", "suffix": "suffix-automaton", "chooser": "adaptive"}
@@ -44,6 +48,8 @@ def test_a_run_measures_saves_and_scores_it(tiny_target_folder: Path, tmp_path: 
     target = load_target(str(tiny_target_folder), "float32")
     portfolio = load_drafter(str(saved), target).portfolio
     assert list(portfolio.drafters) == ["lookup", "suffix"]
+    assert report["selection"]["mix"] == {"left": 0.25, "right": 0.75}
+    assert set(report["selection"]["portfolio"]["serves"]) == {"left", "right"}
     assert portfolio.policy == Score(speed=1.0, quality=0.2, resource=0.5)
     beside = load_drafter("prompt-lookup+adaptive:lengths=2", target).portfolio
     assert portfolio.target_bytes == beside.target_bytes == target.num_bytes
@@ -77,3 +83,14 @@ def test_an_unknown_policy_is_refused_before_anything_is_made(tiny_target_folder
     with pytest.raises(UnknownNameError, match="Did you mean 'hedge'"):
         run_recipe(parse_recipe(text), tmp_path / "run")
     assert not (tmp_path / "run/drafts").exists()
+
+
+@pytest.mark.parametrize("mix", ["{nowhere: 1}", "{unlabelled: -1}"])
+def test_a_mix_that_means_nothing_is_refused_before_anything_is_made(
+    mix: str, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n' * 4)
+    text = RECIPE.format(target=tiny_target_folder, prompts=tmp_path / "prompts.jsonl", chooser="{from: lookup}")
+    with pytest.raises(UserError, match="mix: "):
+        run_recipe(parse_recipe(f"{text}select: {{mix: {mix}}}\n"), tmp_path / "run")
+    assert not (tmp_path / "run/traces").exists()

@@ -13,7 +13,7 @@ from foredraft import compressing, drafters, factoring, searching, trainings, ve
 from foredraft.acceptance.counters import ServerCounters, beside, comparison
 from foredraft.acceptance.html import render
 from foredraft.checkpoint import MANIFEST, read_manifest, record_measurement
-from foredraft.choosing import choose_from
+from foredraft.choosing import choose_among, choose_from
 from foredraft.collecting import collected, prompts_to_score, writer_of
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import UserError
@@ -26,6 +26,7 @@ from foredraft.models.target import LocalTarget, load_target
 from foredraft.portfolios import make_portfolio
 from foredraft.recipe import Recipe, parse_recipe
 from foredraft.scoring import Contender, evaluate
+from foredraft.select.portfolio import checked_mix
 from foredraft.settings import EvaluateSettings, TraceSettings
 from foredraft.steps import Step
 from foredraft.trace.prompts import Prompt
@@ -153,6 +154,9 @@ class _Run:
     def finish(self, prompts: Split) -> dict[str, Any]:
         if not prompts.train and (learner := self._first_learner()):
             raise UserError(f"Candidate {learner} learns from answers: ask for prompts to train on (train: 100, say).")
+        select = self.recipe.select
+        if select.mix:
+            checked_mix(select.mix, sorted({prompt.domain for prompt in prompts.eval}))
         self._held_out = prompts.eval
         train, held_out = self._traces("train", prompts.train), self._traces("eval", prompts.eval)
         for name in self.recipe.candidates:
@@ -165,7 +169,8 @@ class _Run:
             self.workspace,
             self._numbered(""),
         )
-        report["selection"] = choose_from(report, self.recipe.select)
+        whole = bool(select.mix) or select.portfolio > 1
+        report["selection"] = choose_among([report], select) if whole else choose_from(report, select)
         self._record(report)
         report["exports"] = self._export(report["selection"]["exported"])
         report["curves"] = {name: curve for name, made in self._made.items() if (curve := _curve(made.folder))}
