@@ -2,14 +2,14 @@
 
     python benchmarks/compress/bits.py DRAFT TRAIN_TRACE EVAL_TRACE --train 8 --answers 50 > bits.md
 
-Every unit is rounded alone to the smallest format; one probe gives both what acceptance and what log-likelihood it costs.
-In the other formats it loses as much less as its squared rounding error is smaller: a loss of some thousandths, which
-few answers cannot tell from none, is read off a large one. Losses are added, and formats chosen within the bytes that 4
-bits by groups of 32 take everywhere. The drafts are compared on held-out answers, paired by prompt.
+Every unit is rounded alone to the smallest format; one probe gives both what acceptance and what log-likelihood it
+costs. In the other formats it loses as much less as its squared rounding error is smaller: a loss of some thousandths,
+which few answers cannot tell from none, is read off a large one. Losses are added, and formats chosen within the bytes
+that 4 bits by groups of 32 take everywhere. The drafts are compared on held-out answers, paired by prompt.
 
 Greedy answers count, while formats are chosen, by the probability that the draft gives to their tokens: whether a token
-is its first guess says too little of small changes. Formats but 4 and 8 bits are simulated: no folder is written here that
-holds them, llama.cpp has types of these sizes.
+is its first guess says too little of small changes. Formats but 4 and 8 bits are simulated: no folder is written here
+that holds them, llama.cpp has types of these sizes.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/compress/layers.py DRAFT TRAIN_TRACE EVAL_TRACE --count 2 --train 16 --answers 24 > layers.md
 
-Greedy answers count, while layers are chosen, by the probability that the draft gives to their tokens: whether a token is
-its first guess says too little where answers are few.
+Greedy answers count, while layers are chosen, by the probability that the draft gives to their tokens: whether a token
+is its first guess says too little where answers are few.
 """
 
 import argparse
