@@ -218,6 +218,15 @@ def test_nothing_shrinks_a_quantized_draft(shrink: Callable, workshop: tuple, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_calibration_does_not_depend_on_the_order_of_a_trace(workshop: tuple, tmp_path: Path) -> None:
+    _, target, trace = workshop
+    rows = list(trace.rows())[::-1]
+    other = build_trace(tmp_path / "other", rows, tokenizer_fingerprint=target.tokenizer_fingerprint)
+    one, two = (compressing.sample_answers([some], target, 3) for some in (trace, other))
+    assert [answer.token_ids.tolist() for answer in one] == [answer.token_ids.tolist() for answer in two]
+    assert len(one) == 3
+
+
 def test_answers_in_other_tokens_are_refused(workshop: tuple, tmp_path: Path) -> None:
     source, target, _ = workshop
     foreign = made_trace(tmp_path / "foreign")
