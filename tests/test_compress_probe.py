@@ -198,6 +198,15 @@ def test_a_runtime_that_would_misread_the_heads_is_named(workshop: tuple, tmp_pa
         )
 
 
+@pytest.fixture(scope="module")
+def rounded(workshop: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, target, _ = workshop
+    folder = tmp_path_factory.mktemp("rounded") / "draft"
+    draft = quantize(load_draft(source, "float32"), {"layers.0.down": WeightFormat(4, 32)})
+    save_draft(draft, folder, blank_manifest(target, "causal-lm"), target.tokenizer)
+    return folder
+
+
 @pytest.mark.parametrize(
     "shrink",
     [
@@ -209,12 +218,10 @@ def test_a_runtime_that_would_misread_the_heads_is_named(workshop: tuple, tmp_pa
     ],
     ids=["prune", "quantize", "low-rank", "compress", "sensitivity"],
 )
-def test_nothing_shrinks_a_quantized_draft(shrink: Callable, workshop: tuple, tmp_path: Path) -> None:
-    source, target, trace = workshop
-    rounded = quantize(load_draft(source, "float32"), {"layers.0.down": WeightFormat(4, 32)})
-    save_draft(rounded, tmp_path / "q", blank_manifest(target, "causal-lm"), target.tokenizer)
+def test_nothing_shrinks_a_quantized_draft(shrink: Callable, rounded: Path, workshop: tuple, tmp_path: Path) -> None:
+    _, target, trace = workshop
     with pytest.raises(ModelError, match="quantized already.*take its parent"):
-        shrink(tmp_path / "q", target, [trace], tmp_path / "out")
+        shrink(rounded, target, [trace], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
