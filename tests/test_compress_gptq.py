@@ -90,6 +90,16 @@ def test_outputs_err_less_than_those_of_the_nearest(chosen: WeightFormat) -> Non
     assert ours < 0.6 * nearest
 
 
+@pytest.mark.parametrize("inputs", [1, 128, 129, 387])
+def test_the_factor_is_that_of_the_inverse(inputs: int) -> None:
+    x = correlated(inputs)
+    hessian = (x.T @ x).double()
+    factor = inverse_factor(hessian)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(inputs).double()
+    assert torch.equal(factor, factor.triu())
+    assert torch.allclose(factor.T @ factor @ damped, torch.eye(inputs).double(), atol=1e-9)
+
+
 def test_inputs_that_are_never_read_do_no_harm() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
     x = correlated(64)

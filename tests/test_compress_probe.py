@@ -1,5 +1,6 @@
 """Laws of measuring changes to a draft from kept states, and of cuts that are decided by it."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,16 +13,18 @@ from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import quantize
-from foredraft.core.errors import ModelError, RecipeError, UserError
+from foredraft.core.errors import ModelError, RecipeError, TraceError, UserError
 from foredraft.core.law import GREEDY, SamplingLaw
+from foredraft.factoring import low_rank_draft
 from foredraft.lineage import blank_manifest
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers, layer_stack
 from foredraft.models.target import load_target
+from foredraft.searching import compress_draft
 from foredraft.sensing import draft_sensitivity
-from foredraft.steps import PruneStep, SensitivitySettings
+from foredraft.steps import CompressStep, LowRankStep, PruneStep, QuantizeStep, SensitivitySettings
 from foredraft.trace.store import Trace
 from tests.tiny import save_tiny, tiny_model
 from tests.traces import build_trace, trace_row
@@ -195,12 +198,46 @@ def test_a_runtime_that_would_misread_the_heads_is_named(workshop: tuple, tmp_pa
         )
 
 
-def test_a_quantized_draft_is_not_cut_and_foreign_answers_are_refused(workshop: tuple, tmp_path: Path) -> None:
-    source, target, trace = workshop
-    rounded = quantize(load_draft(source, "float32"), {"layers.0.down": WeightFormat(4, 32)})
-    save_draft(rounded, tmp_path / "q", blank_manifest(target, "causal-lm"), target.tokenizer)
-    with pytest.raises(ModelError, match="quantized already"):
-        compressing.prune_draft(tmp_path / "q", target, [trace], PruneStep(ffn=32), tmp_path / "out")
+@pytest.fixture(scope="module")
+def rounded(workshop: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, target, _ = workshop
+    folder = tmp_path_factory.mktemp("rounded") / "draft"
+    draft = quantize(load_draft(source, "float32"), {"layers.0.down": WeightFormat(4, 32)})
+    save_draft(draft, folder, blank_manifest(target, "causal-lm"), target.tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        lambda *given: compressing.prune_draft(*given[:3], PruneStep(ffn=32), given[3]),
+        lambda *given: compressing.quantize_draft(*given[:3], QuantizeStep(), given[3]),
+        lambda *given: low_rank_draft(*given[:3], LowRankStep(rank=2), given[3]),
+        lambda *given: compress_draft(*given[:3], CompressStep(), given[3]),
+        lambda *given: draft_sensitivity(*given[:3], SensitivitySettings()),
+    ],
+    ids=["prune", "quantize", "low-rank", "compress", "sensitivity"],
+)
+def test_nothing_shrinks_a_quantized_draft(shrink: Callable, rounded: Path, workshop: tuple, tmp_path: Path) -> None:
+    _, target, trace = workshop
+    with pytest.raises(ModelError, match="quantized already.*take its parent"):
+        shrink(rounded, target, [trace], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibration_does_not_depend_on_the_order_of_a_trace(workshop: tuple, tmp_path: Path) -> None:
+    _, target, trace = workshop
+    rows = list(trace.rows())[::-1]
+    other = build_trace(tmp_path / "other", rows, tokenizer_fingerprint=target.tokenizer_fingerprint)
+    one, two = (compressing.sample_answers([some], target, 3) for some in (trace, other))
+    assert [answer.token_ids.tolist() for answer in one] == [answer.token_ids.tolist() for answer in two]
+    assert len(one) == 3
+
+
+def test_answers_in_other_tokens_are_refused(workshop: tuple, tmp_path: Path) -> None:
+    source, target, _ = workshop
     foreign = made_trace(tmp_path / "foreign")
-    with pytest.raises(UserError, match="token ids mean other texts"):
+    with pytest.raises(TraceError, match="token ids mean other texts"):
         compressing.prune_draft(source, target, [foreign], PruneStep(ffn=32), tmp_path / "out")
+    with pytest.raises(TraceError, match="token ids mean other texts"):
+        compressing.quantize_draft(source, target, [foreign], QuantizeStep(method="gptq"), tmp_path / "out")

@@ -175,7 +175,7 @@ def test_plans_that_cannot_be_are_refused_with_what_can() -> None:
 
 
 def test_a_draft_is_rounded_once_and_a_trimmed_head_stays() -> None:
-    with pytest.raises(ModelError, match=r"quantized already.*quantize its parent"):
+    with pytest.raises(ModelError, match=r"quantized already.*take its parent"):
         quantize(quantized("llama", True, 4), {"head": WeightFormat(4, 32)})
     with pytest.raises(ModelError, match=r"computes 3 rows of its head.*leave the head out"):
         quantize(Draft(tiny_model(), torch.tensor([1, 2, 9])), {"head": WeightFormat(4, 32)})

@@ -16,7 +16,7 @@ from foredraft.compress.moves import Reach, Tries, moves
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import quantize
 from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
-from foredraft.core.errors import OutputError, UserError
+from foredraft.core.errors import OutputError, TraceError, UserError
 from foredraft.core.progress import SILENT
 from foredraft.core.roofline import Machine
 from foredraft.distill.init.width import Importance, narrow_by
@@ -39,6 +39,7 @@ from tests.tiny import save_tiny, tiny_model
 SLOW_MEMORY = Machine(1e6, 1e6, {"bfloat16": 1e12, "float32": 1e12}, 1e9, 10.0, 1.0, 0.0, 0.0)
 LIMITS = Limits(share=0.5)
 REACH = Reach(tries=1, chunk=4)
+SMALL = {"tries": 1, "chunk": 16, "gradients": 1, "answers": 4, "num_draft_tokens": 2, "share": 0.5}
 
 
 def cutters(draft: Draft) -> Cutters:
@@ -171,7 +172,23 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LocalTarge
     return root / "draft", target, trace
 
 
-SMALL = {"tries": 1, "chunk": 16, "gradients": 1, "answers": 4, "num_draft_tokens": 2, "share": 0.5}
+def test_traces_that_scoring_or_healing_would_refuse_are_refused_before_the_search(
+    workshop: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, trace = workshop
+
+    def searched(*_: object) -> None:
+        raise RuntimeError("the search began")
+
+    monkeypatch.setattr(searching, "search", searched)
+    foreign = made_trace(tmp_path / "foreign")
+    with pytest.raises(TraceError, match="token ids mean other texts"):
+        searching.compress_draft(source, target, [trace], CompressStep(**SMALL), tmp_path / "out", scored=[foreign])
+    other = made_trace(tmp_path / "other", tokenizer_fingerprint=target.tokenizer_fingerprint)
+    with pytest.raises(TraceError, match="collect a trace from that target"):
+        searching.compress_draft(source, target, [other], CompressStep(**SMALL, heal=40), tmp_path / "out")
+    with pytest.raises(RuntimeError, match="the search began"):
+        searching.compress_draft(source, target, [other], CompressStep(**SMALL), tmp_path / "out")
 
 
 @pytest.mark.slow

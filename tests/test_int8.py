@@ -258,7 +258,7 @@ def test_replay_sees_the_tokens_that_propose_guesses(bits: int) -> None:
 
 
 def test_a_quantized_draft_is_not_quantized_again() -> None:
-    with pytest.raises(ModelError, match=r"quantized already.*quantize its parent"):
+    with pytest.raises(ModelError, match=r"quantized already.*take its parent"):
         quantize_int8(quantize_int8(Draft(tiny_model()), 16), 16)
 
 

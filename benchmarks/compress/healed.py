@@ -1,6 +1,6 @@
 """A rounded draft healed with its rounding in place, paired by prompt on held-out answers with what it was.
 
-python benchmarks/compress/healed.py DRAFT TARGET TRAIN_TRACE EVAL_TRACE --tokens 8000 --bits 4 --head 4 > healed.md
+python benchmarks/compress/healed.py DRAFT TARGET TRAIN_TRACE EVAL_TRACE --method gptq --eight "layers.0.*" > healed.md
 """
 
 import argparse
@@ -25,15 +25,17 @@ from foredraft.trace.store import open_trace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=Path)
     parser.add_argument("target")
     parser.add_argument("train")
     parser.add_argument("evaluation")
-    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--tokens", type=int, default=8000, help="Positions to heal on; 0 rounds only.")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--head", type=int, default=4)
+    parser.add_argument("--eight", nargs="*", default=[], help="Patterns of units that get 8 bits all the same.")
+    parser.add_argument("--loss", default="forward_kl")
     parser.add_argument("--method", choices=("nearest", "gptq"), default="nearest")
     parser.add_argument("--calibration", type=int, default=8)
     parser.add_argument("--answers", type=int, default=24)
@@ -45,7 +47,8 @@ def main() -> None:
     draft = load_draft(asked.draft, "float32")
     train, trace = open_trace(asked.train), open_trace(asked.evaluation)
     bench = Bench.of(trace.sample(asked.answers), trace.info.law, trace.info.vocab_size)
-    formats = unit_formats(draft.model, search_units(draft.model), {"layers.*": asked.bits, "head": asked.head}, 32)
+    bits = {**dict.fromkeys(asked.eight, 8), "layers.*": asked.bits, "head": asked.head}
+    formats = unit_formats(draft.model, search_units(draft.model), bits, 32)
     answers = [row.answer() for row in train.sample(asked.calibration)]
     plain = measure(draft, bench)
     size = step_facts(draft, formats).weight_bytes / step_facts(draft, {}).weight_bytes
@@ -70,11 +73,12 @@ def main() -> None:
         started = time.process_time()
         rounded = quantize(draft, formats, rounder())
         show(f"rounded, {asked.method}", rounded, time.process_time() - started)
-    started = time.process_time()
-    heal = HealSettings(tokens=asked.tokens, learning_rate=asked.rate)
-    job = Finish(asked.draft, load_target(asked.target, "float32"), [train], bench, asked.k, asked.work)
-    better = healed(draft, formats, rounder(), heal, job)
-    show(f"healed on {asked.tokens} positions", better, time.process_time() - started)
+    if asked.tokens:
+        started = time.process_time()
+        heal = HealSettings(tokens=asked.tokens, learning_rate=asked.rate, loss={asked.loss: 1.0})
+        job = Finish(asked.draft, load_target(asked.target, "float32"), [train], bench, asked.k, asked.work)
+        better = healed(draft, formats, rounder(), heal, job)
+        show(f"healed on {asked.tokens} positions, {asked.loss}", better, time.process_time() - started)
     print(f"{plain.tokens} tokens held out. s: processor seconds.")
 
 

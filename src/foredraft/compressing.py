@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -170,7 +169,8 @@ def quantize_draft(
 
 
 def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list[Answer]:
-    """Return as many answers as asked for, of every trace alike.
+    """Return as many answers as asked for, of every trace alike, drawn as `Trace.sample` draws: a trace begins with its
+    shortest prompts, of few domains.
 
     Raises:
         UserError: there are none.
@@ -179,7 +179,7 @@ def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list
     for trace in traces:
         require_same(trace, target.name, tokenizer_fingerprint=target.tokenizer_fingerprint)
     each = -(-count // max(len(traces), 1))
-    found = [answer for trace in traces for answer in islice(trace.answers(), each) if answer.num_tokens]
+    found = [row.answer() for trace in traces for row in trace.sample(each) if len(row.answer_ids)]
     if not found:
         raise UserError("This is measured on answers of the target, and none was given: collect a trace (--trace).")
     return found

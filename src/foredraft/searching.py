@@ -41,7 +41,7 @@ from foredraft.models.units import search_units
 from foredraft.search_plot import search_svg
 from foredraft.shrink_steps import CompressStep
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.store import Trace
+from foredraft.trace.store import Trace, require_same
 
 PLOT = "search.svg"
 _SCHEMA = 2
@@ -70,6 +70,7 @@ def compress_draft(
     Raises:
         ModelError: the draft is quantized already.
         RecipeError: a group that does not divide the inputs of a matrix.
+        TraceError: a trace in other tokens, or one to heal on that another target wrote.
         UserError: there is no trace, or no point is within the limits.
         OutputError: the folder exists already.
     """
@@ -78,6 +79,7 @@ def compress_draft(
     manifest = extended(manifest_for(source, target), "compress", step)
     require_plain(draft)
     unit_formats(draft.model, search_units(draft.model), {"*": 4}, step.group)
+    _refuse_foreign(traces, scored, target, step)
     answers = sample_answers(traces, target, step.gradients)
     bench = _bench(traces[0], step.answers, step)
     clock = Clock(target.passes, load_profile(step.hardware).machine(), step.context)
@@ -127,6 +129,14 @@ def compress_draft(
     notes.unlink(missing_ok=True)
     forget_points(training)
     return found
+
+
+def _refuse_foreign(traces: Sequence[Trace], scored: Sequence[Trace], target: LocalTarget, step: CompressStep) -> None:
+    """Raise before the search for what scoring and healing would refuse behind it."""
+    for trace in scored:
+        require_same(trace, target.name, tokenizer_fingerprint=target.tokenizer_fingerprint)
+    for trace in traces if step.heal.tokens else ():
+        require_same(trace, target.name, target_fingerprint=target.fingerprint)
 
 
 def _bench(trace: Trace, answers: int, step: CompressStep) -> Bench:

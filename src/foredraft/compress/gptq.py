@@ -72,7 +72,7 @@ def inverse_factor(hessian: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
     # With columns in reverse order the lower factor of the Hessian is the upper one of R Rᵀ, and the wanted factor is
     # the inverse of R: half of the work of inverting the Hessian and taking the factor of that.
     reverse = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    return torch.linalg.solve_triangular(reverse, torch.eye(len(damped)).to(damped), upper=True)
+    return _inverse_of_upper(reverse)
 
 
 @final
@@ -162,6 +162,20 @@ def _input_of(module: nn.Module, layer: nn.Module, state: Tensor, settings: dict
     finally:
         handle.remove()
     return found[0]
+
+
+def _inverse_of_upper(upper: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
+    """Return the inverse of an upper triangular matrix, by halves: a third of the work of solving for the identity."""
+    size = len(upper)
+    if size <= _BLOCK:
+        return torch.linalg.solve_triangular(upper, torch.eye(size).to(upper), upper=True)
+    half = size // 2
+    first, corner, last = upper[:half, :half], upper[:half, half:], upper[half:, half:]
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half], inverse[half:, half:] = _inverse_of_upper(first), _inverse_of_upper(last)
+    solved = torch.linalg.solve_triangular(first, corner, upper=True)
+    inverse[:half, half:] = -torch.linalg.solve_triangular(last, solved, upper=True, left=False)
+    return inverse
 
 
 def _add_outer(hessian: Tensor, features: Float[Tensor, "texts tokens in"], read: Tensor) -> None:

@@ -94,7 +94,10 @@ def require_plain(draft: Draft) -> None:
         ModelError: says which.
     """
     if getattr(draft.model.config, "quantization_config", None):
-        raise ModelError("The draft is quantized already, and rounding it again only loses: quantize its parent.")
+        raise ModelError(
+            "The draft is quantized already, and only plain weights can be measured, cut or rounded: take its parent, "
+            "the draft that it was rounded from."
+        )
     if not body_linears(draft.model):
         raise ModelError(
             f"{type(draft.model).__name__} has no linear layers in its body: there is nothing to quantize."
