@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,8 @@ def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out
     """Write a draft as a step describes where it starts; a trimmed head keeps the traces' most frequent tokens."""
     head = frequent_rows(traces, target.tokenizer, step.vocab)
     each = -(-step.calibration // max(len(traces), 1))
-    sample = [answer for trace in traces if step.measures for answer in islice(trace.answers(), each)]
+    rows = [row for trace in traces if step.measures for row in trace.sample(each)]
+    sample = [row.answer() for row in rows if len(row.answer_ids)]
     built = build(target.model, open_source(target, step), step, sample)
     manifest = extended(blank_manifest(target, "causal-lm"), "init", step)
     manifest = replace(manifest, options={**manifest.options, **built.options})
