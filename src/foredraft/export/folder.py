@@ -42,21 +42,16 @@ def write_folder(
         OutputError: the folder exists, or the disk is full; nothing is left behind.
         CheckpointError: what was written differs from what is in memory; nothing is left behind.
     """
-    fitted.model.generation_config = settings
     manifest = fitted.manifest
     exported = replace(
         manifest,
         vocab_size=target.vocab_size,
         options={**manifest.options, "head_rows": 0},
-        # What was measured with fewer rows, or under a law of the draft's own, does not hold in other runtimes.
-        measured={} if fitted.head_rows or "own_laws" in manifest.options else manifest.measured,
+        measured=fitted.measured,
     )
 
     def fill(folder: Path) -> None:
-        with without_bars():
-            fitted.model.save_pretrained(folder)
-        complete_config(folder, fitted.model)
-        write_tokenizer(folder, target)
+        write_model(folder, fitted, target, settings)
         files = {"draft": ".", "card": "README.md"}
         if with_token_map and fitted.head_rows:
             write_token_map(folder / TOKEN_MAP, fitted.draft.head_token_ids)
@@ -64,11 +59,29 @@ def write_folder(
         card = model_card(manifest, target, use, plan.k, fitted.head_rows, fitted.changes)
         (folder / "README.md").write_text(card, encoding="utf-8")
         plan.write(folder, target.name, exported.measured, fitted.changes, files)
-        refuse_changed_tensors(folder, fitted.model)
-        refuse_changed_tokenizer(folder, target)
-        refuse_changed_step(folder, replace(fitted.draft, head_token_ids=NO_IDS))
+        refuse_changed(folder, fitted, target)
 
     return write_draft(out, exported, fill)
+
+
+def write_model(folder: Path, fitted: FittedDraft, target: LocalTarget, settings: GenerationConfig) -> None:
+    """Put weights, configuration and the target's tokenizer files into a folder that transformers' loaders read."""
+    fitted.model.generation_config = settings
+    with without_bars():
+        fitted.model.save_pretrained(folder)
+    complete_config(folder, fitted.model)
+    write_tokenizer(folder, target)
+
+
+def refuse_changed(folder: Path, fitted: FittedDraft, target: LocalTarget) -> None:
+    """Open what write_model wrote, and compare it with what is in memory.
+
+    Raises:
+        CheckpointError: a tensor, the tokenizer or one step differs.
+    """
+    refuse_changed_tensors(folder, fitted.model)
+    refuse_changed_tokenizer(folder, target)
+    refuse_changed_step(folder, replace(fitted.draft, head_token_ids=NO_IDS))
 
 
 def plain_settings(target: LocalTarget) -> GenerationConfig:
