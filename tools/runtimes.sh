@@ -36,7 +36,8 @@ mlx)
   ;;
 openvino)
   cpu_torch
-  "${pip[@]}" "optimum-intel[openvino]==2.2.0" openvino-genai==2026.4.1.0
+  # torch is named again, or a torchvision of another version brings a torch for CUDA.
+  "${pip[@]}" "$torch" "optimum-intel[openvino]==2.2.0" openvino-genai==2026.4.1.0
   without_cuda
   ;;
 ort)

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from foredraft.checkpoint import DraftManifest, write_draft
+from foredraft.core.files import whole_folder
 from foredraft.export.card import Use, model_card
 from foredraft.export.fit import FittedDraft, complete_config, name_old_tokenizer
 from foredraft.export.plan import RuntimePlan
@@ -17,6 +18,7 @@ from foredraft.models.loading import without_bars
 from foredraft.models.target import LocalTarget
 
 TOKEN_MAP = "token_map.pt"
+PLAIN = "plain"  # what a runtime's own files are made of, where those are no transformers folder
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
@@ -101,6 +103,16 @@ def write_tokenizer(folder: Path, target: LocalTarget) -> None:
     for name in {*_TOKENIZER_FILES, "tokenizer.json", *target.tokenizer.vocab_files_names.values()}:
         if (target.path / name).is_file():
             shutil.copyfile(target.path / name, folder / name)
+
+
+def write_target(target: LocalTarget, path: Path) -> Path:
+    """Return a transformers folder of the target: its own, or `path`, which is written."""
+    if target.path.is_dir() and target.path != Path():
+        return target.path
+    with whole_folder(path) as folder, without_bars():
+        target.model.save_pretrained(folder)
+        write_tokenizer(folder, target)
+    return path
 
 
 def write_token_map(path: Path, token_ids: torch.Tensor) -> None:

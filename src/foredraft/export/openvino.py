@@ -14,14 +14,13 @@ from foredraft.core.files import refuse_existing, whole_folder
 from foredraft.core.programs import last_words
 from foredraft.export.card import Use, model_card
 from foredraft.export.fit import fitted_draft
-from foredraft.export.folder import plain_settings, refuse_changed, write_model
+from foredraft.export.folder import PLAIN, plain_settings, refuse_changed, write_model
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
 VERSION = "2026.4"
 OPTIMUM_VARIABLE = "FOREDRAFT_OPTIMUM_CLI"
 MODEL = "openvino_model.xml"
-PLAIN = "plain"
 _WEIGHTS = ("fp32", "fp16", "int8", "int4")
 _COMMAND = 'LLMPipeline(TARGET, "CPU", draft_model=draft_model(FOLDER, "CPU"))'
 

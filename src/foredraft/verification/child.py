@@ -118,7 +118,9 @@ def _read(runtime: Runtime, text: str, wanted: int, log: IO[str]) -> Replies:
     version, replies = "unknown", []
     for line in _lines(text):
         if "error" in line:
-            raise ServerError(f"{runtime.worker} failed: {line['error']} {_last_lines(log)}")
+            raise ServerError(
+                f"{runtime.worker} failed: {line['error']} {_port_sentence(line['error'])}{_last_lines(log)}"
+            )
         if "version" in line:
             version = str(line["version"])
         else:
@@ -141,6 +143,13 @@ def _counted(line: dict[str, Any]) -> Counted:
     return Counted(
         line["blocks"], line["drafted"], line["accepted"], None if by_position is None else tuple(by_position)
     )
+
+
+def _port_sentence(error: str) -> str:
+    """Return what to do where another program holds a port; workers ask for any free one."""
+    if "address already in use" not in error.lower():
+        return ""
+    return "(another program holds the port that it was told to use: unset VLLM_PORT and its like, or end that one). "
 
 
 def _last_lines(log: IO[str]) -> str:

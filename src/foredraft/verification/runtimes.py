@@ -27,7 +27,7 @@ class Runtime:
     worker: str
     variable: str
     tested: tuple[str, ...]
-    form: Literal["folder", "gguf", "openvino"]
+    form: Literal["folder", "gguf", "openvino", "onnx"]
     counting: Counting
     install: str
     lookup: Counting | None = None
@@ -68,6 +68,9 @@ RUNTIMES: Mapping[str, Runtime] = {
     "openvino": Runtime(
         "in_openvino", "FOREDRAFT_OPENVINO_PYTHON", ("2026.4",), "openvino", Counting(True, "spare"),
         "tools/runtimes.sh openvino DIR",
+    ),
+    "onnxruntime-genai": Runtime(
+        "in_ort", "FOREDRAFT_ORT_PYTHON", ("0.18",), "onnx", Counting(True, "spare"), "tools/runtimes.sh ort DIR"
     ),
     "mlx-lm": Runtime(
         "in_mlx", "FOREDRAFT_MLX_PYTHON", ("0.32",), "folder", Counting(False, "room"), "tools/runtimes.sh mlx DIR"

@@ -93,7 +93,7 @@ def verify(
     asked = [(prompt.id, render(prompt, target.tokenizer)) for prompt in prompts]
     with (
         progress.task(f"verify in {runtime}", 3.0, "runs") as task,
-        target_in(chosen.form, target, settings.keep) as place,
+        target_in(chosen.form, target, served, settings.keep) as place,
     ):
         plain = [_plain(target, ids, settings.max_new_tokens, k) for _, ids in asked]
         kept = [(name, ids, answer) for (name, ids), answer in zip(asked, plain, strict=True) if len(answer) > 1]

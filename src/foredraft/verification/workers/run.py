@@ -2,8 +2,8 @@
 
 python run.py in_vllm < job.json. Neither this file nor its neighbours import foredraft, which that environment need not
 have. A job is {"target", "draft", "k", "speculate", "max_context", "threads", "is_exact", "lookup", "prompts":
-[{"token_ids", "max_new_tokens"}]}; an answer is {"token_ids", "blocks", "drafted", "accepted", "by_position"}, null for
-what the runtime does not count, to which "seconds" since the answer before (or the start) are added here. The first line
+[{"token_ids", "max_new_tokens"}]}. An answer is {"token_ids", "blocks", "drafted", "accepted", "by_position"}, null for
+what the runtime does not count; "seconds" since the answer before, or since the start, are added here. The first line
 is {"version"}, an error is {"error"}.
 """
 
