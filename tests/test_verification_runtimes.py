@@ -1,4 +1,4 @@
-"""Drafts in the real runtimes: transformers in a process of its own; llama.cpp, vLLM, OpenVINO, MLX-LM where installed.
+"""Drafts in the real runtimes: transformers in a process of its own; the others where installed.
 
     tools/runtimes.sh llama DIR
     FOREDRAFT_XLLAMA_PYTHON=DIR/bin/python python -m pytest -m server -n 1 tests/test_verification_runtimes.py

@@ -70,7 +70,7 @@ RUNTIMES: Mapping[str, Runtime] = {
         "tools/runtimes.sh openvino DIR",
     ),
     "onnxruntime-genai": Runtime(
-        "in_ort", "FOREDRAFT_ORT_PYTHON", ("0.18",), "onnx", Counting(True, "spare"), "tools/runtimes.sh ort DIR"
+        "in_ort", "FOREDRAFT_ORT_PYTHON", ("0.18",), "onnx", Counting(False, "room"), "tools/runtimes.sh ort DIR"
     ),
     "mlx-lm": Runtime(
         "in_mlx", "FOREDRAFT_MLX_PYTHON", ("0.32",), "folder", Counting(False, "room"), "tools/runtimes.sh mlx DIR"
