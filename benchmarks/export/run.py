@@ -3,16 +3,18 @@
     python benchmarks/export/run.py --target TARGET --prompts 6 --max-new-tokens 24 --out results \\
         llama.cpp=exports/six-gguf transformers=exports/six vllm=exports/six vllm=prompt-lookup:max_match=3
 
-Interpreters of the runtimes come from FOREDRAFT_..._PYTHON (tools/runtimes.sh). What is equal is decoded once: the
-target's plain answers here and in each runtime, and literal runs of one draft folder. A pair whose result lies in --out
-is not run again; one that a runtime refuses or fails on is printed with its message, and the others go on.
+Interpreters of the runtimes come from FOREDRAFT_..._PYTHON (tools/runtimes.sh). What is equal is decoded once and kept
+in --out: the target's plain answers here and in each runtime, and literal runs of drafts of equal weights. A pair whose
+result lies in --out is not run again; one that a runtime refuses or fails on is printed with its message, and the
+others go on.
 """
 
 import argparse
 import json
+import shelve
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,8 @@ def main() -> None:
     target = load_target(chosen.target, "float32")
     prompts = spread(target, chosen.prompts, chosen.longest_prompt)
     settings = VerifySettings(chosen.k, chosen.max_new_tokens, seconds=3000.0, keep=chosen.out / "targets")
-    remember_equal_runs()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    remember_equal_runs(shelve.open(str(chosen.out / "decoded")), target.fingerprint)  # noqa: SIM115
     print(_HEADER)
     for pair in chosen.pairs:
         runtime, _, draft = pair.partition("=")
@@ -80,22 +82,21 @@ def spread(target: LocalTarget, count: int, longest: int) -> list[Prompt]:
     return chosen[:count]
 
 
-def remember_equal_runs() -> None:
+def remember_equal_runs(kept: MutableMapping[str, Any], target: str) -> None:
     """Decode once what several pairs ask for: plain answers here and in a runtime, literal runs of a draft."""
     verifying._plain = remembered(  # type: ignore[assignment]
-        verifying._plain, lambda target, ids, longest, k: (tuple(ids.tolist()), longest, k)
+        verifying._plain, kept, lambda _, ids, longest, k: ("plain", target, ids.tolist(), longest, k)
     )
     ask = verifying.ask
-    plainly = remembered(
-        ask, lambda runtime, python, job, *rest: (runtime.worker, python, str(job.target), job.questions)
-    )
+    plainly = remembered(ask, kept, lambda runtime, python, job, *_: (runtime.worker, target, job.questions))
     verifying.ask = lambda runtime, python, job, speculate, seconds: (  # type: ignore[assignment]
         (ask if speculate else plainly)(runtime, python, job, speculate, seconds)
     )
     counting.decode = remembered(  # type: ignore[assignment]
         counting.decode,
+        kept,
         lambda session, drafter, context, law, k, limits, generator: (
-            who(drafter), tuple(context.tolist()), k, limits.max_new_tokens
+            who(drafter), target, context.tolist(), k, limits.max_new_tokens
         ),
     )  # fmt: skip
 
@@ -111,12 +112,13 @@ def who(drafter: Drafter) -> str:
     return f"{sums} {drafter.draft.head_token_ids.tolist()}"
 
 
-def remembered(answer: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+def remembered(
+    answer: Callable[..., Any], kept: MutableMapping[str, Any], key: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return `answer` with its results kept by the key of what it is given."""
-    kept: dict[Any, Any] = {}
 
     def once(*given: Any) -> Any:
-        name = key(*given)
+        name = repr(key(*given))
         if name not in kept:
             kept[name] = answer(*given)
         return kept[name]
