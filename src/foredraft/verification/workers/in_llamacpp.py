@@ -39,6 +39,8 @@ def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "seed": 0,
             }
         )
+        if "__verbose" not in reply:
+            raise RuntimeError(f"the server refused a prompt: {reply}")
         after = _counts(server)
         timings = reply.get("timings", {})
         positions = [after.get(place, 0) - before.get(place, 0) for place in range(job["k"])]
