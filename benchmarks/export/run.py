@@ -14,7 +14,7 @@ import json
 import shelve
 import time
 import zlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def spread(target: LocalTarget, count: int, longest: int) -> list[Prompt]:
     return chosen[:count]
 
 
-def remember_equal_runs(kept: MutableMapping[str, Any], target: str) -> None:
+def remember_equal_runs(kept: "shelve.Shelf[Any]", target: str) -> None:
     """Decode once what several pairs ask for: plain answers here and in a runtime, literal runs of a draft."""
     verifying._plain = remembered(  # type: ignore[assignment]
         verifying._plain, kept, lambda _, ids, longest, k: ("plain", target, ids.tolist(), longest, k)
@@ -112,15 +112,14 @@ def who(drafter: Drafter) -> str:
     return f"{sums} {drafter.draft.head_token_ids.tolist()}"
 
 
-def remembered(
-    answer: Callable[..., Any], kept: MutableMapping[str, Any], key: Callable[..., Any]
-) -> Callable[..., Any]:
+def remembered(answer: Callable[..., Any], kept: "shelve.Shelf[Any]", key: Callable[..., Any]) -> Callable[..., Any]:
     """Return `answer` with its results kept by the key of what it is given."""
 
     def once(*given: Any) -> Any:
         name = repr(key(*given))
         if name not in kept:
             kept[name] = answer(*given)
+            kept.sync()
         return kept[name]
 
     return once
