@@ -27,10 +27,12 @@ runtime-tests: $(VENV)/installed-test  ## drafts in transformers and in llama.cp
 	FOREDRAFT_XLLAMA_PYTHON=$(abspath $(VENV)-llama/bin/python) \
 		$(BIN)/python -m pytest -m server --numprocesses=1 tests/test_verification_runtimes.py
 
-runtimes: $(VENV)/installed-test  ## tests against real runtimes and servers, which are installed first (about 4 GB)
-	tools/runtimes.sh llama $(VENV)-llama
-	tools/runtimes.sh vllm $(VENV)-vllm
+runtimes: $(VENV)/installed-test  ## tests against real runtimes and servers, which are installed first (about 7 GB)
+	for kind in llama vllm openvino ort mlx; do tools/runtimes.sh $$kind $(VENV)-$$kind || exit 1; done
 	FOREDRAFT_XLLAMA_PYTHON=$(abspath $(VENV)-llama/bin/python) FOREDRAFT_VLLM_PYTHON=$(abspath $(VENV)-vllm/bin/python) \
+	FOREDRAFT_OPENVINO_PYTHON=$(abspath $(VENV)-openvino/bin/python) \
+	FOREDRAFT_OPTIMUM_CLI=$(abspath $(VENV)-openvino/bin/optimum-cli) \
+	FOREDRAFT_ORT_PYTHON=$(abspath $(VENV)-ort/bin/python) FOREDRAFT_MLX_PYTHON=$(abspath $(VENV)-mlx/bin/python) \
 		$(BIN)/python -m pytest -m server --numprocesses=1 -s
 
 check: $(VENV)/installed-test  ## format, lint, types, layers

@@ -1,5 +1,6 @@
 """Laws of GGUF types by unit, of integers stored as they are, of llama-quantize and of OpenVINO's exporter."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,17 +15,20 @@ from foredraft.core.errors import (
     CheckpointError,
     MissingExtraError,
     ModelError,
+    OutputError,
     RecipeError,
     UserError,
 )
 from foredraft.export import llama_quantize
 from foredraft.export.gguf_types import integer_blocks, module_types
 from foredraft.export.openvino import OPTIMUM_VARIABLE, export_openvino
+from foredraft.export.plan import PLAN
 from foredraft.lineage import blank_manifest
 from foredraft.models.compressed import WeightFormat
-from foredraft.models.draft import Draft, save_draft
+from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.packed import PackedLinear
 from foredraft.models.target import LocalTarget, load_target
+from foredraft.verification.forms import FORMS
 from tests.test_models_gguf import _write_gguf as write_by_hand
 from tests.tiny import save_tiny, tiny_model
 
@@ -125,7 +129,7 @@ def test_openvino_is_exported_by_optimum_in_its_own_environment(
     draft = save_tiny(tmp_path / "draft", num_layers=1)
     monkeypatch.setenv(OPTIMUM_VARIABLE, str(tmp_path / "absent"))
     with pytest.raises(
-        MissingExtraError, match=r"pip install .optimum-intel\[openvino\]. there, and name its optimum-cli"
+        MissingExtraError, match=r"tools/runtimes.sh openvino DIR, and FOREDRAFT_OPTIMUM_CLI=DIR/bin/optimum-cli"
     ):
         export_openvino(draft, target, 4, tmp_path / "out")
     program = tmp_path / "optimum-cli"
@@ -136,7 +140,15 @@ def test_openvino_is_exported_by_optimum_in_its_own_environment(
     asked = (tmp_path / "out" / "openvino_model.xml").read_text()
     assert asked.startswith("export openvino --model")
     assert "--weight-format int8" in asked
-    assert "num_assistant_tokens=4" in (tmp_path / "out" / "run.txt").read_text()
+    assert f"--model {tmp_path / '.out.partial' / 'plain'}" in asked
+    assert "num_assistant_tokens=4" in (tmp_path / "out" / "README.md").read_text()
+    plan = json.loads((tmp_path / "out" / PLAN).read_text())
+    assert (plan["runtime"], plan["num_draft_tokens"], plan["stored_weights"]) == ("openvino", 4, "int8")
+    found = FORMS["openvino"].served(str(tmp_path / "out"))
+    assert (found.weights, found.is_exact) == (str(tmp_path / "out" / "plain"), False)
+    assert len(load_draft(Path(found.weights)).head_token_ids) == 0
+    with pytest.raises(OutputError, match="exists already"):
+        export_openvino(draft, target, 4, tmp_path / "out", "int8")
     with pytest.raises(CheckpointError, match="failed: no such weights. Nothing was kept"):
         export_openvino(draft, target, 4, tmp_path / "other", "int4", 64)
     assert not (tmp_path / "other").exists()

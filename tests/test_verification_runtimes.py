@@ -1,4 +1,4 @@
-"""Drafts in the real runtimes: transformers in a process of its own; llama.cpp, vLLM, MLX-LM where installed.
+"""Drafts in the real runtimes: transformers in a process of its own; the others where installed.
 
     tools/runtimes.sh llama DIR
     FOREDRAFT_XLLAMA_PYTHON=DIR/bin/python python -m pytest -m server -n 1 tests/test_verification_runtimes.py
@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foredraft.core.errors import ServerError
+from foredraft.export.openvino import OPTIMUM_VARIABLE
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.trace.prompts import Prompt
 from foredraft.verbs import export_draft
@@ -49,7 +50,8 @@ def noisy(target: LocalTarget, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def export_for(runtime: str, draft: Path, target: LocalTarget, out: Path, kind: str = "f32") -> str:
-    export_draft(draft, target, f"llama.cpp:type={kind}" if runtime == "llama.cpp" else runtime, 4, out)
+    options = {"llama.cpp": f":type={kind}", "openvino": ":weights=fp32"}
+    export_draft(draft, target, runtime + options.get(runtime, ""), 4, out)
     return str(out)
 
 
@@ -59,6 +61,8 @@ def test_the_runtime_counts_by_position_what_foredraft_counts(
 ) -> None:
     if RUNTIMES[runtime].variable:
         python_of(RUNTIMES[runtime].variable)
+    if runtime == "openvino":
+        python_of(OPTIMUM_VARIABLE)
     served = export_for(runtime, noisy, target, tmp_path / "served")
     found = verify(served, target, runtime, PROMPTS, SETTINGS)
     print(runtime, found.version, found.counted, found.expected, found.same_text)

@@ -3,22 +3,30 @@
     python benchmarks/export/run.py --target TARGET --prompts 6 --max-new-tokens 24 --out results \\
         llama.cpp=exports/six-gguf transformers=exports/six vllm=exports/six vllm=prompt-lookup:max_match=3
 
-Interpreters of the runtimes come from FOREDRAFT_..._PYTHON (tools/runtimes.sh). The target's plain answers are decoded
-once for all runtimes. A pair whose result lies in --out is not run again.
+Interpreters of the runtimes come from FOREDRAFT_..._PYTHON (tools/runtimes.sh). What is equal is decoded once and kept
+in --out: the target's plain answers here and in each runtime, and literal runs of drafts of equal weights. A pair whose
+result lies in --out is not run again; one that a runtime refuses or fails on is printed with its message, and the
+others go on.
 """
 
 import argparse
 import json
+import shelve
+import time
+import zlib
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from foredraft.core.errors import ForedraftError
+from foredraft.core.protocols import Drafter
+from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.settings import PromptSource
 from foredraft.trace.prompts import Prompt, read_prompts, render
+from foredraft.verification import counting
 from foredraft.verification import verify as verifying
 from foredraft.verification.verify import VerifySettings
 
@@ -40,16 +48,22 @@ def main() -> None:
     chosen = parser.parse_args()
     target = load_target(chosen.target, "float32")
     prompts = spread(target, chosen.prompts, chosen.longest_prompt)
-    settings = VerifySettings(chosen.k, chosen.max_new_tokens, keep=chosen.out / "targets")
-    verifying._plain = remembered(verifying._plain)  # type: ignore[assignment]
+    settings = VerifySettings(chosen.k, chosen.max_new_tokens, seconds=3000.0, keep=chosen.out / "targets")
     chosen.out.mkdir(parents=True, exist_ok=True)
+    remember_equal_runs(shelve.open(str(chosen.out / "decoded")), target.fingerprint)  # noqa: SIM115
     print(_HEADER)
     for pair in chosen.pairs:
         runtime, _, draft = pair.partition("=")
         file = chosen.out / f"{runtime}-{Path(draft).name}.json"
         if not file.exists():
-            found = verifying.verify(draft, target, runtime, prompts, settings)
-            file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+            since = time.perf_counter()
+            try:
+                found = verifying.verify(draft, target, runtime, prompts, settings).to_json()
+            except ForedraftError as error:
+                print(f"| {runtime} | {Path(draft).name} | {' '.join(str(error).split())} |", flush=True)
+                continue
+            found["seconds"] = round(time.perf_counter() - since, 1)
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(row(json.loads(file.read_text(encoding="utf-8")), draft), flush=True)
 
 
@@ -68,14 +82,47 @@ def spread(target: LocalTarget, count: int, longest: int) -> list[Prompt]:
     return chosen[:count]
 
 
-def remembered(plain: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Decode each plain answer once."""
+def remember_equal_runs(kept: "shelve.Shelf[Any]", target: str) -> None:
+    """Decode once what several pairs ask for: plain answers here and in a runtime, literal runs of a draft."""
+    verifying._plain = remembered(  # type: ignore[assignment]
+        verifying._plain, kept, lambda _, ids, longest, k: ("plain", target, ids.tolist(), longest, k)
+    )
+    ask = verifying.ask
+    plainly = remembered(ask, kept, lambda runtime, python, job, *_: (runtime.worker, target, job.questions))
+    verifying.ask = lambda runtime, python, job, speculate, seconds: (  # type: ignore[assignment]
+        (ask if speculate else plainly)(runtime, python, job, speculate, seconds)
+    )
+    counting.decode = remembered(  # type: ignore[assignment]
+        counting.decode,
+        kept,
+        lambda session, drafter, context, law, k, limits, generator: (
+            who(drafter), target, context.tolist(), k, limits.max_new_tokens
+        ),
+    )  # fmt: skip
 
-    @cache
-    def answer(target: LocalTarget, ids: tuple[int, ...], longest: int, k: int) -> list[int]:
-        return plain(target, torch.tensor(ids), longest, k)
 
-    return lambda target, ids, longest, k: answer(target, tuple(ids.tolist()), longest, k)
+def who(drafter: Drafter) -> str:
+    """Return what drafters of equal weights, or of equal lookup options, have in common."""
+    if not isinstance(drafter, CausalLMDrafter):
+        return repr(drafter)
+    sums = [
+        zlib.crc32(weight.contiguous().view(torch.uint8).numpy())
+        for _, weight in sorted(drafter.draft.model.state_dict().items())
+    ]
+    return f"{sums} {drafter.draft.head_token_ids.tolist()}"
+
+
+def remembered(answer: Callable[..., Any], kept: "shelve.Shelf[Any]", key: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `answer` with its results kept by the key of what it is given."""
+
+    def once(*given: Any) -> Any:
+        name = repr(key(*given))
+        if name not in kept:
+            kept[name] = answer(*given)
+            kept.sync()
+        return kept[name]
+
+    return once
 
 
 def row(found: dict[str, Any], draft: str) -> str:

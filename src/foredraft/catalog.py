@@ -75,6 +75,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "llama.cpp": "foredraft.export.llamacpp:export_llamacpp",
         "mlx-lm": "foredraft.export.mlx_lm:export_mlx_lm",
         "openvino": "foredraft.export.openvino:export_openvino",
+        "onnxruntime-genai": "foredraft.export.onnxruntime_genai:export_onnxruntime_genai",
         "llamacpp-lookup": "foredraft.ngram.exports:export_llamacpp_lookup",
         "sglang-ngram": "foredraft.ngram.exports:export_sglang_ngram",
     },

@@ -80,7 +80,11 @@ def export(
     target: TargetName,
     out: Out,
     runtime: Annotated[
-        str, typer.Option(help="transformers, vllm, sglang, llama.cpp:type=f16, mlx-lm, llamacpp-lookup, sglang-ngram.")
+        str,
+        typer.Option(
+            help="transformers, vllm, sglang, llama.cpp:type=f16, openvino:weights=fp16, onnxruntime-genai, mlx-lm, "
+            "llamacpp-lookup, sglang-ngram."
+        ),
     ] = "transformers",
     num_draft_tokens: Annotated[
         int, typer.Option("--k", help="Draft tokens of a block; 0 takes the best length measured.", min=0)

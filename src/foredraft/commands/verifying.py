@@ -24,7 +24,9 @@ Examples:
 def verify(
     draft: Annotated[str, typer.Argument(help="Exported folder, .gguf file, or prompt-lookup:max_match=3.")],
     target: TargetName,
-    runtime: Annotated[str, typer.Option(help="transformers, vllm, llama.cpp or mlx-lm.")] = "transformers",
+    runtime: Annotated[
+        str, typer.Option(help="transformers, vllm, llama.cpp, openvino, onnxruntime-genai or mlx-lm.")
+    ] = "transformers",
     prompts: Annotated[
         str, typer.Option(help="JSONL with prompt, messages or turns; `shipped` for the package's own.")
     ] = "shipped",

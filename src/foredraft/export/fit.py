@@ -1,8 +1,10 @@
 """Making a draft's shape what runtimes ask of a pair: as many rows as the target, its positions, explicit fields."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -44,6 +46,14 @@ class FittedDraft:
     def head_rows(self) -> int:
         """Rows of a trimmed head; 0 for a whole one."""
         return len(self.draft.head_token_ids)
+
+    @property
+    def measured(self) -> Mapping[str, Any]:
+        """What was measured of it; nothing where that was with fewer rows, or under a law of the draft's own.
+
+        Neither holds in other runtimes.
+        """
+        return {} if self.head_rows or "own_laws" in self.manifest.options else self.manifest.measured
 
 
 def fitted_draft(source: Path, target: LocalTarget, dtype: str = "") -> FittedDraft:

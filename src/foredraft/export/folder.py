@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from foredraft.checkpoint import DraftManifest, write_draft
+from foredraft.core.files import whole_folder
 from foredraft.export.card import Use, model_card
 from foredraft.export.fit import FittedDraft, complete_config, name_old_tokenizer
 from foredraft.export.plan import RuntimePlan
@@ -17,6 +18,7 @@ from foredraft.models.loading import without_bars
 from foredraft.models.target import LocalTarget
 
 TOKEN_MAP = "token_map.pt"
+PLAIN = "plain"  # what a runtime's own files are made of, where those are no transformers folder
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
@@ -42,21 +44,16 @@ def write_folder(
         OutputError: the folder exists, or the disk is full; nothing is left behind.
         CheckpointError: what was written differs from what is in memory; nothing is left behind.
     """
-    fitted.model.generation_config = settings
     manifest = fitted.manifest
     exported = replace(
         manifest,
         vocab_size=target.vocab_size,
         options={**manifest.options, "head_rows": 0},
-        # What was measured with fewer rows, or under a law of the draft's own, does not hold in other runtimes.
-        measured={} if fitted.head_rows or "own_laws" in manifest.options else manifest.measured,
+        measured=fitted.measured,
     )
 
     def fill(folder: Path) -> None:
-        with without_bars():
-            fitted.model.save_pretrained(folder)
-        complete_config(folder, fitted.model)
-        write_tokenizer(folder, target)
+        write_model(folder, fitted, target, settings)
         files = {"draft": ".", "card": "README.md"}
         if with_token_map and fitted.head_rows:
             write_token_map(folder / TOKEN_MAP, fitted.draft.head_token_ids)
@@ -64,11 +61,29 @@ def write_folder(
         card = model_card(manifest, target, use, plan.k, fitted.head_rows, fitted.changes)
         (folder / "README.md").write_text(card, encoding="utf-8")
         plan.write(folder, target.name, exported.measured, fitted.changes, files)
-        refuse_changed_tensors(folder, fitted.model)
-        refuse_changed_tokenizer(folder, target)
-        refuse_changed_step(folder, replace(fitted.draft, head_token_ids=NO_IDS))
+        refuse_changed(folder, fitted, target)
 
     return write_draft(out, exported, fill)
+
+
+def write_model(folder: Path, fitted: FittedDraft, target: LocalTarget, settings: GenerationConfig) -> None:
+    """Put weights, configuration and the target's tokenizer files into a folder that transformers' loaders read."""
+    fitted.model.generation_config = settings
+    with without_bars():
+        fitted.model.save_pretrained(folder)
+    complete_config(folder, fitted.model)
+    write_tokenizer(folder, target)
+
+
+def refuse_changed(folder: Path, fitted: FittedDraft, target: LocalTarget) -> None:
+    """Open what write_model wrote, and compare it with what is in memory.
+
+    Raises:
+        CheckpointError: a tensor, the tokenizer or one step differs.
+    """
+    refuse_changed_tensors(folder, fitted.model)
+    refuse_changed_tokenizer(folder, target)
+    refuse_changed_step(folder, replace(fitted.draft, head_token_ids=NO_IDS))
 
 
 def plain_settings(target: LocalTarget) -> GenerationConfig:
@@ -88,6 +103,16 @@ def write_tokenizer(folder: Path, target: LocalTarget) -> None:
     for name in {*_TOKENIZER_FILES, "tokenizer.json", *target.tokenizer.vocab_files_names.values()}:
         if (target.path / name).is_file():
             shutil.copyfile(target.path / name, folder / name)
+
+
+def write_target(target: LocalTarget, path: Path) -> Path:
+    """Return a transformers folder of the target: its own, or `path`, which is written."""
+    if target.path.is_dir() and target.path != Path():
+        return target.path
+    with whole_folder(path) as folder, without_bars():
+        target.model.save_pretrained(folder)
+        write_tokenizer(folder, target)
+    return path
 
 
 def write_token_map(path: Path, token_ids: torch.Tensor) -> None:

@@ -66,8 +66,7 @@ def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: 
         changes = (*fitted.changes, *filter(None, [fallen]))
         card = model_card(fitted.manifest, target, _use(command, type), k, fitted.head_rows, changes)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        measured = {} if fitted.head_rows else fitted.manifest.measured
-        plan.write(folder, target.name, measured, changes, {"draft": FILE, "card": "README.md"})
+        plan.write(folder, target.name, fitted.measured, changes, {"draft": FILE, "card": "README.md"})
 
 
 def _read_types(types: str) -> dict[str, str]:

@@ -10,20 +10,28 @@ import subprocess
 from pathlib import Path
 
 from foredraft.core.errors import CheckpointError, MissingExtraError, ModelError, UserError
-from foredraft.core.files import whole_folder
+from foredraft.core.files import refuse_existing, whole_folder
 from foredraft.core.programs import last_words
-from foredraft.models.draft import load_draft
+from foredraft.export.card import Use, model_card
+from foredraft.export.fit import fitted_draft
+from foredraft.export.folder import PLAIN, plain_settings, refuse_changed, write_model
+from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
+VERSION = "2026.4"
 OPTIMUM_VARIABLE = "FOREDRAFT_OPTIMUM_CLI"
+MODEL = "openvino_model.xml"
 _WEIGHTS = ("fp32", "fp16", "int8", "int4")
-_MODEL = "openvino_model.xml"
+_COMMAND = 'LLMPipeline(TARGET, "CPU", draft_model=draft_model(FOLDER, "CPU"))'
 
 
 def export_openvino(
     source: Path, target: LocalTarget, k: int, out: Path, weights: str = "fp16", group: int = 0
 ) -> None:
-    """Write the folder that openvino_genai.draft_model reads. The head is whole, whatever rows the draft computes here.
+    """Write the folder that openvino_genai.draft_model reads, and in plain/ the transformers folder it is made from.
+
+    The head is whole, whatever rows the draft computes here. plain/ is what foredraft verify counts with; OpenVINO does
+    not read it.
 
     Args:
         weights: fp32, fp16, int8 or int4.
@@ -33,26 +41,74 @@ def export_openvino(
         MissingExtraError: there is no optimum-cli.
         ModelError: the draft is rounded already, which optimum does not read.
         UserError: weights that optimum does not write.
+        OutputError, VocabMismatchError: see folder.write_folder.
         CheckpointError: optimum failed; nothing is kept.
     """
     if weights not in _WEIGHTS:
         raise UserError(f"openvino: weights are {', '.join(_WEIGHTS)}, not {weights!r}.")
-    if getattr(load_draft(source).model.config, "quantization_config", None):
+    refuse_existing(out)
+    optimum()
+    fitted = fitted_draft(source, target)
+    if getattr(fitted.model.config, "quantization_config", None):
         raise ModelError("The draft is rounded already: export its plain parent, with weights int8 or int4.")
+    settings = {"num_assistant_tokens": k, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    plan = RuntimePlan("openvino", VERSION, k, _COMMAND, settings, stored_weights=weights)
+    with whole_folder(out) as folder:
+        plain = folder / PLAIN
+        plain.mkdir()
+        write_model(plain, fitted, target, plain_settings(target))
+        refuse_changed(plain, fitted, target)
+        convert(plain, folder, weights, group)
+        card = model_card(fitted.manifest, target, _use(k, weights), k, fitted.head_rows, fitted.changes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        plan.write(folder, target.name, fitted.measured, fitted.changes, {"draft": ".", "card": "README.md"})
+
+
+def optimum() -> str:
+    """Return the optimum-cli that is named or in PATH.
+
+    Raises:
+        MissingExtraError: there is none; names the command that installs it.
+    """
     program = shutil.which(os.environ.get(OPTIMUM_VARIABLE, "optimum-cli"))
     if not program:
         raise MissingExtraError(
-            "OpenVINO drafts are written by optimum-cli, which is not in PATH. It needs an environment of its own: "
-            f'pip install "optimum-intel[openvino]" there, and name its optimum-cli in {OPTIMUM_VARIABLE}.'
+            "OpenVINO models are written by optimum-cli, which is not in PATH. It needs an environment of its own: "
+            f"tools/runtimes.sh openvino DIR, and {OPTIMUM_VARIABLE}=DIR/bin/optimum-cli."
         )
-    with whole_folder(out) as folder:
-        command = [program, "export", "openvino", "--model", str(source.resolve())]
-        command += ["--task", "text-generation-with-past", "--weight-format", weights]
-        command += ["--group-size", str(group)] if group else []
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
-        if done.returncode or not (folder / _MODEL).is_file():
-            raise CheckpointError(f"{program} failed: {last_words(done)}. Nothing was kept.")
-        (folder / "run.txt").write_text(
-            f'LLMPipeline(TARGET, "CPU", draft_model=draft_model("{out.name}", "CPU")) with num_assistant_tokens={k}\n',
-            encoding="utf-8",
-        )
+    return program
+
+
+def convert(source: Path, folder: Path, weights: str, group: int = 0) -> None:
+    """Write a transformers folder as OpenVINO's into a folder that exists.
+
+    Raises:
+        MissingExtraError: there is no optimum-cli.
+        CheckpointError: it failed, with its last words.
+    """
+    program = optimum()
+    command = [program, "export", "openvino", "--model", str(source.resolve())]
+    command += ["--task", "text-generation-with-past", "--weight-format", weights]
+    command += ["--group-size", str(group)] if group else []
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, env=environment)
+    if done.returncode or not (folder / MODEL).is_file():
+        raise CheckpointError(f"{program} failed: {last_words(done)}. Nothing was kept.")
+
+
+def _use(k: int, weights: str) -> Use:
+    return Use(
+        "OpenVINO GenAI",
+        (
+            "```python",
+            "from openvino_genai import GenerationConfig, LLMPipeline, draft_model",
+            'pipe = LLMPipeline("TARGET", "CPU", draft_model=draft_model("path/to/this/folder", "CPU"))',
+            f'pipe.generate("...", GenerationConfig(max_new_tokens=100, num_assistant_tokens={k}))',
+            "```",
+            "",
+            f"Written for OpenVINO GenAI {VERSION}, weights in {weights}. TARGET is the target as `optimum-cli export "
+            "openvino` writes it. On the CPU it computes in bfloat16 unless INFERENCE_PRECISION_HINT=f32, and text may "
+            "then differ from plain decoding at near ties.",
+        ),
+        own_laws="OpenVINO GenAI draws from a draft with the target's settings.",
+    )

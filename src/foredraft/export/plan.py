@@ -22,6 +22,7 @@ class RuntimePlan:
         runtime, version: A key of core.runtimes.RUNTIMES, and the version that the commands were written for.
         command: Starts it, with TARGET for the target.
         settings: The runtime's own settings, under its own names.
+        stored_weights: What the runtime's own files hold, such as int8; empty where they hold the draft's weights.
     """
 
     runtime: str
@@ -29,6 +30,7 @@ class RuntimePlan:
     k: int
     command: str
     settings: Mapping[str, Any]
+    stored_weights: str = ""
 
     def write(
         self, folder: Path, target: str, measured: Mapping[str, Any], changes: tuple[str, ...], files: Mapping[str, str]
@@ -53,6 +55,7 @@ class RuntimePlan:
                 "acceptance_by_position": _by_position(measured),
                 "cost_ratio": _entry(measured).get("cost_ratio"),
                 "settings": dict(self.settings),
+                "stored_weights": self.stored_weights,
                 "command": self.command,
                 "files": dict(files),
                 "changes": list(changes),

@@ -44,6 +44,7 @@ class Job:
         target, draft: Folders or GGUF files, whichever it reads; draft is empty for plain decoding and lookup.
         k: Draft tokens of a block.
         lookup: Options of prompt lookup; empty for a draft that is a model.
+        is_exact: Whether llama.cpp keeps its caches in float32; its defaults are faster.
     """
 
     target: Path
@@ -52,12 +53,14 @@ class Job:
     questions: tuple[Question, ...]
     lookup: dict[str, int]
     threads: int = 1
+    is_exact: bool = True
 
     def to_json(self, speculate: bool) -> str:
         longest = max(len(question.token_ids) + question.max_new_tokens for question in self.questions)
         return json.dumps({
             "target": str(self.target), "draft": self.draft, "k": self.k, "speculate": speculate,
-            "lookup": self.lookup, "threads": self.threads, "max_context": longest + 2 * self.k + 2,
+            "lookup": self.lookup, "threads": self.threads,
+            "is_exact": self.is_exact, "max_context": longest + 2 * self.k + 2,
             "prompts": [
                 {"token_ids": question.token_ids, "max_new_tokens": question.max_new_tokens}
                 for question in self.questions
@@ -67,10 +70,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer of a runtime."""
+    """One answer of a runtime, and the seconds it took; the first one's hold the start too."""
 
     token_ids: tuple[int, ...]
     counted: Counted
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +118,13 @@ def _read(runtime: Runtime, text: str, wanted: int, log: IO[str]) -> Replies:
     version, replies = "unknown", []
     for line in _lines(text):
         if "error" in line:
-            raise ServerError(f"{runtime.worker} failed: {line['error']} {_last_lines(log)}")
+            raise ServerError(
+                f"{runtime.worker} failed: {line['error']} {_port_sentence(line['error'])}{_last_lines(log)}"
+            )
         if "version" in line:
             version = str(line["version"])
         else:
-            replies.append(Reply(tuple(line["token_ids"]), _counted(line)))
+            replies.append(Reply(tuple(line["token_ids"]), _counted(line), float(line.get("seconds", 0.0))))
     if len(replies) < wanted:
         raise ServerError(f"{runtime.worker} stopped after {len(replies)} of {wanted} answers. {_last_lines(log)}")
     return Replies(version, tuple(replies))
@@ -137,6 +143,13 @@ def _counted(line: dict[str, Any]) -> Counted:
     return Counted(
         line["blocks"], line["drafted"], line["accepted"], None if by_position is None else tuple(by_position)
     )
+
+
+def _port_sentence(error: str) -> str:
+    """Return what to do where another program holds a port; workers ask for any free one."""
+    if "address already in use" not in error.lower():
+        return ""
+    return "(another program holds the port that it was told to use: unset VLLM_PORT and its like, or end that one). "
 
 
 def _last_lines(log: IO[str]) -> str:

@@ -19,7 +19,7 @@ class Runtime:
         worker: Module beside workers/run.py.
         variable: Environment variable with the interpreter of its environment; empty: this one.
         tested: Beginnings of the versions that the worker was run with.
-        form: What it reads: transformers folders or GGUF files.
+        form: What it reads, a key of forms.FORMS.
         install: Command that makes its environment.
         lookup: How its own prompt lookup is counted; None where that does not match by the rule of lookups.py.
     """
@@ -27,7 +27,7 @@ class Runtime:
     worker: str
     variable: str
     tested: tuple[str, ...]
-    form: Literal["folder", "gguf"]
+    form: Literal["folder", "gguf", "openvino", "onnx"]
     counting: Counting
     install: str
     lookup: Counting | None = None
@@ -64,6 +64,13 @@ RUNTIMES: Mapping[str, Runtime] = {
     "llama.cpp": Runtime(
         "in_llamacpp", "FOREDRAFT_XLLAMA_PYTHON", ("2026.10",), "gguf", Counting(True, "spare"),
         "tools/runtimes.sh llama DIR",
+    ),
+    "openvino": Runtime(
+        "in_openvino", "FOREDRAFT_OPENVINO_PYTHON", ("2026.4",), "openvino", Counting(True, "spare"),
+        "tools/runtimes.sh openvino DIR",
+    ),
+    "onnxruntime-genai": Runtime(
+        "in_ort", "FOREDRAFT_ORT_PYTHON", ("0.18",), "onnx", Counting(False, "room"), "tools/runtimes.sh ort DIR"
     ),
     "mlx-lm": Runtime(
         "in_mlx", "FOREDRAFT_MLX_PYTHON", ("0.32",), "folder", Counting(False, "room"), "tools/runtimes.sh mlx DIR"

@@ -3,11 +3,9 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from jaxtyping import Int
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from foredraft.catalog import unknown_name_message
 from foredraft.core.errors import CapabilityError, ModelError, PromptError, UnknownNameError
-from foredraft.core.files import whole_file, whole_folder
 from foredraft.core.law import GREEDY
 from foredraft.core.options import read_options
 from foredraft.core.pair import PairFacts
@@ -24,25 +21,20 @@ from foredraft.core.protocols import Drafter
 from foredraft.core.runtimes import REFUSED, verdict
 from foredraft.decoding.speculative import Limits, plain_decode
 from foredraft.drafters import load_drafter
-from foredraft.export.folder import write_tokenizer
-from foredraft.export.gguf_file import write_gguf
-from foredraft.export.gguf_vocabulary import vocabulary_fields
-from foredraft.export.llamacpp import FILE as GGUF_FILE
 from foredraft.export.plan import PLAN, UNMEASURED_LENGTH
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.facts import read_side
-from foredraft.models.loading import without_bars
 from foredraft.models.target import LocalTarget
 from foredraft.trace.prompts import Prompt, render
 from foredraft.verification.child import Job, Question, Replies, Reply, ask
 from foredraft.verification.counting import Counting, literal_counts
 from foredraft.verification.findings import CheckedPrompt, Difference, Verification, first_difference
+from foredraft.verification.forms import FORMS, Served, target_in
 from foredraft.verification.lookups import EarliestLookup
 from foredraft.verification.runtimes import RUNTIMES, Runtime
 
 _log = logging.getLogger(__name__)
 _LOOKUP = "prompt-lookup"
-_EXACT_FILE_TYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +85,22 @@ def verify(
         raise UnknownNameError(unknown_name_message("runtime to verify in", runtime, RUNTIMES))
     chosen = RUNTIMES[runtime]
     python, lookup = chosen.python(settings.python), _lookup(draft, chosen)
-    source = "" if lookup else _source(draft, chosen)
-    if source:
-        _refuse_by_rule(runtime, target, source)
+    served = Served() if lookup else FORMS[chosen.form].served(draft)
+    if served.weights:
+        _refuse_by_rule(runtime, target, served.weights)
     k = settings.k or _planned(draft)
-    drafter, counting = _drafter(target, source, lookup, chosen)
+    drafter, counting = _drafter(target, served.weights, lookup, chosen)
     asked = [(prompt.id, render(prompt, target.tokenizer)) for prompt in prompts]
     with (
         progress.task(f"verify in {runtime}", 3.0, "runs") as task,
-        _target_for(chosen, target, settings.keep) as place,
+        target_in(chosen.form, target, served, settings.keep) as place,
     ):
         plain = [_plain(target, ids, settings.max_new_tokens, k) for _, ids in asked]
         kept = [(name, ids, answer) for (name, ids), answer in zip(asked, plain, strict=True) if len(answer) > 1]
         if not kept:
             raise PromptError("The target answers all of these prompts with a word or two: give others.")
         questions = tuple(Question(tuple(ids.tolist()), len(answer)) for _, ids, answer in kept)
-        job = Job(place, source, k, questions, lookup, settings.threads)
+        job = Job(place, served.place, k, questions, lookup, settings.threads)
         own = ask(chosen, python, job, False, settings.seconds)
         task.advance()
         drafted = ask(chosen, python, job, True, settings.seconds)
@@ -118,7 +110,7 @@ def verify(
             for (name, ids, answer), one, other in zip(kept, own.replies, drafted.replies, strict=True)
         )
     warnings = _untested(runtime, chosen, drafted)
-    return Verification(runtime, drafted.version, draft, k, _is_exact(source), checked, warnings)
+    return Verification(runtime, drafted.version, draft, k, served.is_exact, checked, warnings)
 
 
 def _checked(
@@ -185,44 +177,6 @@ def _refuse_by_rule(runtime: str, target: LocalTarget, source: str) -> None:
         raise CapabilityError(f"{runtime} does not take {source}: {reasons}")
 
 
-@contextmanager
-def _target_for(runtime: Runtime, target: LocalTarget, keep: Path | None) -> Iterator[Path]:
-    """Yield the target in the form that a runtime reads, in float32; what must be written goes to `keep`, or away."""
-    if runtime.form == "folder" and target.path.is_dir() and target.path != Path():
-        yield target.path
-        return
-    with TemporaryDirectory(prefix="foredraft-verify-") as passing:
-        name = f"target-{target.fingerprint}"
-        if runtime.form == "gguf":
-            path = (keep or Path(passing)) / f"{name}.gguf"
-            if not path.is_file():
-                with whole_file(path) as partial:
-                    write_gguf(target.model, partial, vocabulary_fields(target), target.name, default="f32")
-        else:
-            path = (keep or Path(passing)) / name
-            if not path.is_dir():
-                with whole_folder(path) as folder, without_bars():
-                    target.model.save_pretrained(folder)
-                    write_tokenizer(folder, target)
-        yield path
-
-
-def _source(draft: str, runtime: Runtime) -> str:
-    """Return the folder or file that the runtime loads."""
-    path = Path(draft)
-    if runtime.form == "gguf":
-        file = path if path.suffix == ".gguf" else path / GGUF_FILE
-        if not file.is_file():
-            raise ModelError(
-                f"{draft} holds no {GGUF_FILE}: write one with foredraft export DRAFT --target TARGET --runtime "
-                "llama.cpp:type=f32 --out FOLDER."
-            )
-        return str(file)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{draft} is no transformers folder: export the draft for this runtime first.")
-    return draft
-
-
 def _lookup(draft: str, runtime: Runtime) -> dict[str, int]:
     """Return the options of prompt lookup; empty for a draft that is a model.
 
@@ -253,14 +207,6 @@ def _planned(draft: str) -> int:
         return int(json.loads(file.read_text(encoding="utf-8"))["num_draft_tokens"])
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file} cannot be read ({error}): export the draft again, or give --k.") from error
-
-
-def _is_exact(source: str) -> bool:
-    """Return whether the runtime computes with the very weights that foredraft computes with, in float32."""
-    if not source:
-        return True
-    facts = read_side(source).facts
-    return not facts.quantization and (facts.form == "folder" or facts.dtype == _EXACT_FILE_TYPE)
 
 
 def _untested(runtime: str, chosen: Runtime, replies: Replies) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "seed": 0,
             }
         )
+        if "__verbose" not in reply:
+            raise RuntimeError(f"the server refused a prompt: {reply}")
         after = _counts(server)
         timings = reply.get("timings", {})
         positions = [after.get(place, 0) - before.get(place, 0) for place in range(job["k"])]
@@ -59,8 +61,9 @@ def _params(job: dict[str, Any]) -> Any:
     params.n_parallel = 1
     params.n_gpu_layers = 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job["threads"]
-    params.cache_type_k = params.cache_type_v = exact
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if job["is_exact"]:
+        params.cache_type_k = params.cache_type_v = exact
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.port = 0
     params.endpoint_metrics = True
     params.warmup = False
@@ -70,7 +73,8 @@ def _params(job: dict[str, Any]) -> Any:
         drafting.mparams.path = job["draft"]
         drafting.n_max, drafting.n_min, drafting.p_min = job["k"], 0, 0.0
         drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = job["threads"]
-        drafting.cache_type_k = drafting.cache_type_v = exact
+        if job["is_exact"]:
+            drafting.cache_type_k = drafting.cache_type_v = exact
     return params
 
 

@@ -1,14 +1,16 @@
 """Runs one runtime in its own environment: a job comes as JSON on stdin, answers leave as JSON lines on stdout.
 
 python run.py in_vllm < job.json. Neither this file nor its neighbours import foredraft, which that environment need not
-have. A job is {"target", "draft", "k", "speculate", "max_context", "threads", "lookup", "prompts": [{"token_ids",
-"max_new_tokens"}]}; an answer is {"token_ids", "blocks", "drafted", "accepted", "by_position"}, null for what the
-runtime does not count. The first line is {"version"}, an error is {"error"}.
+have. A job is {"target", "draft", "k", "speculate", "max_context", "threads", "is_exact", "lookup", "prompts":
+[{"token_ids", "max_new_tokens"}]}. An answer is {"token_ids", "blocks", "drafted", "accepted", "by_position"}, null for
+what the runtime does not count; "seconds" since the answer before, or since the start, are added here. The first line
+is {"version"}, an error is {"error"}.
 """
 
 import json
 import os
 import sys
+import time
 from importlib import import_module
 
 
@@ -20,8 +22,10 @@ def main() -> int:
     try:
         runtime = import_module(sys.argv[1])
         _say(lines, {"version": runtime.version()})
+        since = time.perf_counter()
         for answer in runtime.answers(job):
-            _say(lines, answer)
+            _say(lines, answer | {"seconds": time.perf_counter() - since})
+            since = time.perf_counter()
     except Exception as error:  # whatever it is, the other side shows it
         _say(lines, {"error": f"{type(error).__name__}: {error}"})
         raise
