@@ -91,7 +91,11 @@ def test_a_hundred_thousand_positions_take_well_under_a_second() -> None:
 
 @pytest.mark.parametrize(
     "law",
-    [SamplingLaw(), SamplingLaw(temperature=0.0), SamplingLaw(temperature=0.6, top_k=3)],
+    [
+        SamplingLaw(),
+        SamplingLaw(temperature=0.0),
+        pytest.param(SamplingLaw(temperature=0.6, top_k=3), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["model", "copying"])

@@ -28,7 +28,7 @@ def target(tiny_target_folder: Path) -> LocalTarget:
     return load_target(str(tiny_target_folder), "float32")
 
 
-@pytest.fixture(scope="module", params=[GREEDY, SamplingLaw(0.8)], ids=str)
+@pytest.fixture(scope="module", params=[GREEDY, pytest.param(SamplingLaw(0.8), marks=pytest.mark.slow)], ids=str)
 def trace(request: pytest.FixtureRequest, target: LocalTarget, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     prompts = [Prompt(f"p{n}", "none", ({"role": "user", "content": "seadust oaks " * n},)) for n in (1, 2)]
     settings = TraceSettings(prompts=[PromptSource(file="shipped")], max_new_tokens=16)

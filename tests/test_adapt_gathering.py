@@ -41,7 +41,9 @@ def served(target: LocalTarget, spec: str, law: SamplingLaw, **settings: object)
     return found
 
 
-@pytest.mark.parametrize("law", [GREEDY, SamplingLaw(), SamplingLaw(0.7, top_k=20)], ids=str)
+@pytest.mark.parametrize(
+    "law", [GREEDY, SamplingLaw(), pytest.param(SamplingLaw(0.7, top_k=20), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     ("wrap", "settings"),
     [("", {}), ("", {"batch_size": 3}), ("", {"rule": "block"}), ("+tree:max_nodes=6,width=2", {"k": 3})],

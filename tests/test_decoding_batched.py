@@ -51,7 +51,9 @@ def generators() -> list[torch.Generator]:
     return [torch.Generator().manual_seed(number) for number in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("law", [GREEDY, SamplingLaw(), SamplingLaw(0.7, top_k=20, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "law", [GREEDY, SamplingLaw(), pytest.param(SamplingLaw(0.7, top_k=20, top_p=0.9), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("rule", [verify_chain, verify_block])
 def test_each_prompt_gets_the_answer_that_it_gets_alone(

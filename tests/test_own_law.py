@@ -100,6 +100,7 @@ def test_a_flat_draft_is_fitted_cooler_and_accepted_more_on_text_that_it_was_not
     assert after.expected_acceptance > 0.85 > before.expected_acceptance
 
 
+@pytest.mark.slow
 def test_the_report_is_scored_under_the_draft_s_own_law_and_says_so(
     fitted: Path, target: LocalTarget, traces: dict[str, Trace], tmp_path: Path
 ) -> None:

@@ -26,17 +26,22 @@ candidates:
   prefix:
     - from: untrained
     - distill: {{tokens: 6000, batch_tokens: 256, finish: lk_hybrid, checkpoint_every: 0.3}}
-  matched:
-    - from: untrained
-    - distill: {{tokens: 3000, batch_tokens: 256, layer_matching: 0.1}}
-  int8: [{{from: prefix}}, {{quantize: {{bits: 8}}}}]
   pruned: [{{from: prefix}}, {{prune: {{layers: 1, by: last}}}}, {{distill: {{tokens: 1500, batch_tokens: 256}}}}]
-  sure: [{{from: prefix}}, {{wrap: "confident:threshold=0.2"}}]
-  own-law: [{{from: prefix}}, {{law: {{num_draft_tokens: 2, answers: 8}}}}]
-  full-head: [{{from: prefix}}, {{head: {{rows: full}}}}]
+{more}
 evaluate: {{num_draft_tokens: 1..3, audit_prompts: 2, audit_tokens: 16, cost_repeats: 3}}
 select: {{memory_fraction: 2.0, runtime: transformers}}
 """
+MORE = """
+  matched:
+    - from: untrained
+    - distill: {tokens: 3000, batch_tokens: 256, layer_matching: 0.1}
+  int8: [{from: prefix}, {quantize: {bits: 8}}]
+  sure: [{from: prefix}, {wrap: "confident:threshold=0.2"}]
+  own-law: [{from: prefix}, {law: {num_draft_tokens: 2, answers: 8}}]
+  full-head: [{from: prefix}, {head: {rows: full}}]
+"""
+FEW = {"lookup", "ngram", "untrained", "prefix", "pruned"}
+ALL = FEW | {"matched", "int8", "sure", "own-law", "full-head"}
 
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -53,9 +58,7 @@ def foredraft(*words: object, **options: object) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
+def written(more: str, target: Path, folder: Path) -> Path:
     words = random.Random(0)
     rows = [
         {"id": f"p{index}", "domain": ("left", "right")[index % 2], "prompt": " ".join(words.choices(WORDS, k=6))}
@@ -63,25 +66,45 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(target=tiny_target_folder, prompts=folder / "prompts.jsonl"))
+    path.write_text(RECIPE.format(target=target, prompts=folder / "prompts.jsonl", more=more))
     return path
 
 
-@pytest.fixture(scope="module")
-def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    """One uninterrupted run and its report."""
-    out = tmp_path_factory.mktemp("runs") / "whole"
+def uninterrupted(recipe: Path, out: Path) -> tuple[Path, dict]:
     ended = foredraft("run", recipe, "--out", out, "--json")
     assert ended.returncode == 0, ended.stderr
     return out, json.loads(ended.stdout)
 
 
-def test_the_report_keeps_its_contract(finished: tuple[Path, dict]) -> None:
-    out, report = finished
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, dict]:
+    """A run of few candidates and its report."""
+    folder = tmp_path_factory.mktemp("short")
+    return uninterrupted(written("", tiny_target_folder, folder), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
+    return written(MORE, tiny_target_folder, tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A run of all candidates and its report."""
+    return uninterrupted(recipe, tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.fixture(params=["short", pytest.param("finished", marks=pytest.mark.slow)])
+def run(request: pytest.FixtureRequest) -> tuple[Path, dict, set[str]]:
+    """A run, its report, and the candidates that its recipe names."""
+    return (*request.getfixturevalue(request.param), FEW if request.param == "short" else ALL)
+
+
+def test_the_report_keeps_its_contract(run: tuple[Path, dict, set[str]]) -> None:
+    out, report, names = run
     assert report == json.loads((out / "report.json").read_text())
     assert report["schema"] == 1
     assert [law["temperature"] for law in report["laws"]] == [0.0, 1.0]
-    names = {"lookup", "ngram", "untrained", "prefix", "matched", "int8", "pruned", "full-head", "own-law", "sure"}
     for law in report["laws"]:
         assert {"temperature", "top_k", "top_p", "drafters"} <= set(law)
         assert {entry["name"] for entry in law["drafters"]} == names
@@ -100,9 +123,9 @@ def test_the_report_keeps_its_contract(finished: tuple[Path, dict]) -> None:
     assert (out / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_distillation_beats_its_initialisation_paired(finished: tuple[Path, dict]) -> None:
-    _, report = finished
-    for name in ("prefix", "matched"):
+def test_distillation_beats_its_initialisation_paired(run: tuple[Path, dict, set[str]]) -> None:
+    _, report, names = run
+    for name in names & {"prefix", "matched"}:
         gains = {
             pair["law"]: pair for pair in report["paired"] if {pair["better"], pair["worse"]} == {name, "untrained"}
         }
@@ -110,8 +133,8 @@ def test_distillation_beats_its_initialisation_paired(finished: tuple[Path, dict
         assert gains["T=1"]["interval"][0] > 0
 
 
-def test_the_winner_has_a_reason_and_so_has_every_loser(finished: tuple[Path, dict]) -> None:
-    _, report = finished
+def test_the_winner_has_a_reason_and_so_has_every_loser(run: tuple[Path, dict, set[str]]) -> None:
+    _, report, _ = run
     selection = report["selection"]
     assert selection["sentence"]
     losers = {entry["name"] for entry in report["laws"][0]["drafters"]} - {selection["drafter"]}
