@@ -244,6 +244,8 @@ def test_a_trace_is_simulated_from_the_command_line_down(tmp_path: Path) -> None
     (tmp_path / "there.json").write_text("")
     with pytest.raises(OutputError, match="never overwritten"):
         simulate_policies([trace], ["prompt-lookup"], ["hedge"], SimulateSettings(), out=tmp_path / "there.json")
+    with pytest.raises(OutputError, match="name .*mine.json, say"):
+        simulate_policies([trace], ["prompt-lookup"], ["hedge"], SimulateSettings(), out=tmp_path / "mine")
 
 
 def test_drawn_tokens_are_accepted_with_their_chance() -> None:

@@ -68,11 +68,13 @@ class Saved:
 
 
 def require_free(path: Path) -> None:
-    """Refuse a file that is there already.
+    """Refuse a file that is there already, or whose name would not say what it is.
 
     Raises:
-        OutputError: it is.
+        OutputError: it is, or does not end in .json.
     """
+    if path.suffix != ".json":
+        raise OutputError(f"{path}: a saved selection is known by the end of its name: name {path}.json, say.")
     if path.exists():
         raise OutputError(f"{path} exists already and is never overwritten: name another file.")
 
@@ -81,7 +83,7 @@ def save_selection(path: Path, saved: Saved) -> None:
     """Write a selection, whole or not at all.
 
     Raises:
-        OutputError: the file is there already.
+        OutputError: see require_free.
     """
     require_free(path)
     write_json(path, {"schema": _SCHEMA, **asdict(saved)})
