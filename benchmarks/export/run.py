@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from short_prompts import spread
 
 from foredraft.core.errors import ForedraftError
 from foredraft.core.protocols import Drafter
 from foredraft.models.causal_lm import CausalLMDrafter
-from foredraft.models.target import LocalTarget, load_target
-from foredraft.settings import PromptSource
-from foredraft.trace.prompts import Prompt, read_prompts, render
+from foredraft.models.target import load_target
 from foredraft.verification import counting
 from foredraft.verification import verify as verifying
 from foredraft.verification.verify import VerifySettings
@@ -65,21 +64,6 @@ def main() -> None:
             found["seconds"] = round(time.perf_counter() - since, 1)
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(row(json.loads(file.read_text(encoding="utf-8")), draft), flush=True)
-
-
-def spread(target: LocalTarget, count: int, longest: int) -> list[Prompt]:
-    """Return short prompts of the package's own, one domain after the other."""
-    left = [
-        prompt
-        for prompt in read_prompts(PromptSource(file="shipped"))
-        if len(render(prompt, target.tokenizer)) <= longest
-    ]
-    chosen: list[Prompt] = []
-    while len(chosen) < count and left:
-        for domain in sorted({prompt.domain for prompt in left}):
-            chosen.append(next(prompt for prompt in left if prompt.domain == domain))
-            left.remove(chosen[-1])
-    return chosen[:count]
 
 
 def remember_equal_runs(kept: "shelve.Shelf[Any]", target: str) -> None:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from short_prompts import spread
 
 from foredraft.checkpoint import MANIFEST, read_manifest
 from foredraft.export.gguf_file import write_gguf
 from foredraft.export.gguf_vocabulary import vocabulary_fields
 from foredraft.models.target import LocalTarget, load_target
-from foredraft.settings import PromptSource
-from foredraft.trace.prompts import read_prompts, render
+from foredraft.trace.prompts import render
 from foredraft.verification.child import Job, Question, Reply, ask
 from foredraft.verification.forms import FORMS
 from foredraft.verification.runtimes import RUNTIMES
@@ -89,19 +89,8 @@ def main() -> None:
 
 
 def asked(target: LocalTarget, chosen: argparse.Namespace) -> tuple[Question, ...]:
-    """Return short prompts of the package's own, those of the domains in turn."""
-    found: list[Question] = []
-    left = [
-        (prompt.domain, render(prompt, target.tokenizer))
-        for prompt in read_prompts(PromptSource(file="shipped"))
-        if not chosen.domains or prompt.domain in chosen.domains
-    ]
-    left = [(domain, ids) for domain, ids in left if len(ids) <= chosen.longest_prompt]
-    while left and len(found) < chosen.prompts:
-        for domain in sorted({domain for domain, _ in left}):
-            place = next(i for i, (other, _) in enumerate(left) if other == domain)
-            found.append(Question(tuple(left.pop(place)[1].tolist()), chosen.max_new_tokens))
-    return tuple(found[: chosen.prompts])
+    prompts = spread(target, chosen.prompts, chosen.longest_prompt, chosen.domains)
+    return tuple(Question(tuple(render(one, target.tokenizer).tolist()), chosen.max_new_tokens) for one in prompts)
 
 
 def served_target(target: LocalTarget, chosen: argparse.Namespace) -> Path:
