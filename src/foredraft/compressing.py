@@ -31,7 +31,7 @@ from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
 from foredraft.models.units import HEAD, search_units
 from foredraft.steps import PruneStep, QuantizeStep
-from foredraft.trace.store import Trace, require_same
+from foredraft.trace.store import Trace, drawn_answers, require_same
 
 _log = logging.getLogger(__name__)
 
@@ -169,8 +169,7 @@ def quantize_draft(
 
 
 def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list[Answer]:
-    """Return as many answers as asked for, of every trace alike, drawn as `Trace.sample` draws: a trace begins with its
-    shortest prompts, of few domains.
+    """Return as many answers as asked for; see drawn_answers.
 
     Raises:
         UserError: there are none.
@@ -178,8 +177,7 @@ def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list
     """
     for trace in traces:
         require_same(trace, target.name, tokenizer_fingerprint=target.tokenizer_fingerprint)
-    each = -(-count // max(len(traces), 1))
-    found = [row.answer() for trace in traces for row in trace.sample(each) if len(row.answer_ids)]
+    found = drawn_answers(traces, count)
     if not found:
         raise UserError("This is measured on answers of the target, and none was given: collect a trace (--trace).")
     return found

@@ -30,7 +30,7 @@ from foredraft.steps import (
     MetaStep,
 )
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.store import Trace, open_trace, require_same
+from foredraft.trace.store import Trace, open_trace, require_written_by
 
 _log = logging.getLogger(__name__)
 
@@ -196,9 +196,7 @@ def _old_texts(old: Sequence[Trace], guards: Sequence[Trace], step: AdaptStep, t
 
 
 def _checked_trace(trace: Trace, target: Speaker) -> Trace:
-    require_same(
-        trace, target.name, target_fingerprint=target.fingerprint, tokenizer_fingerprint=target.tokenizer_fingerprint
-    )
+    require_written_by(trace, target)
     return trace
 
 

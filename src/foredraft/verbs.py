@@ -38,7 +38,7 @@ from foredraft.steps import (
     Step,
 )
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.store import Trace
+from foredraft.trace.store import Trace, drawn_answers
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +46,7 @@ _log = logging.getLogger(__name__)
 def init_draft(target: LocalTarget, traces: Sequence[Trace], step: InitStep, out: Path) -> DraftManifest:
     """Write a draft as a step describes where it starts; a trimmed head keeps the traces' most frequent tokens."""
     head = frequent_rows(traces, target.tokenizer, step.vocab)
-    each = -(-step.calibration // max(len(traces), 1))
-    rows = [row for trace in traces if step.measures for row in trace.sample(each)]
-    sample = [row.answer() for row in rows if len(row.answer_ids)]
+    sample = drawn_answers(traces, step.calibration) if step.measures else []
     built = build(target.model, open_source(target, step), step, sample)
     manifest = extended(blank_manifest(target, "causal-lm"), "init", step)
     manifest = replace(manifest, options={**manifest.options, **built.options})

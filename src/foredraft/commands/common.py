@@ -71,17 +71,12 @@ def named_target(name: str, dtype: str, adapter: str, trust_remote_code: bool = 
 
 def opened_traces(folders: list[Path], target: "LocalTarget | None" = None) -> "list[Trace]":
     """Return the traces in some folders; where `target` is given, one that it did not write is refused."""
-    from foredraft.trace.store import open_trace, require_same
+    from foredraft.trace.store import open_trace, require_written_by
 
     opened = [open_trace(folder) for folder in folders]
-    for trace in opened:
-        if target is not None:
-            require_same(
-                trace,
-                target.name,
-                target_fingerprint=target.fingerprint,
-                tokenizer_fingerprint=target.tokenizer_fingerprint,
-            )
+    if target is not None:
+        for trace in opened:
+            require_written_by(trace, target)
     return opened
 
 

@@ -1,6 +1,12 @@
-"""What other programs say when they fail."""
+"""Programs of other environments: what they are given, and what they say when they fail."""
 
+import os
 from subprocess import CompletedProcess
+
+
+def environment_elsewhere() -> dict[str, str]:
+    """Return the variables for a program of another environment, whose imports this one's PYTHONPATH would change."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def last_words(done: CompletedProcess[str]) -> str:

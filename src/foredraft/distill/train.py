@@ -37,7 +37,7 @@ from foredraft.models.loading import model_fingerprint
 from foredraft.models.target import LocalTarget
 from foredraft.steps import DistillStep
 from foredraft.trace.prompts import Prompt
-from foredraft.trace.store import Trace, require_same
+from foredraft.trace.store import Trace, require_written_by
 
 # What may change between a kill and the next start: it changes no weight.
 _WITHOUT_EFFECT = {"checkpoint_every", "track"}
@@ -116,12 +116,7 @@ def distill(
         CheckpointError: `work` holds the points of another training.
     """
     for trace in traces:
-        require_same(
-            trace,
-            target.name,
-            target_fingerprint=target.fingerprint,
-            tokenizer_fingerprint=target.tokenizer_fingerprint,
-        )
+        require_written_by(trace, target)
     if settings.laws == "cached":
         require_laws(settings.losses, traces)
     refuse_leaked_answers(traces, held_out, target.tokenizer)

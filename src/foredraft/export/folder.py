@@ -1,6 +1,7 @@
 """A draft as a folder that transformers' loaders read, whole and opened again; runtimes that take folders share it."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +55,11 @@ def write_folder(
 
     def fill(folder: Path) -> None:
         write_model(folder, fitted, target, settings)
-        files = {"draft": ".", "card": "README.md"}
+        files = {"draft": "."}
         if with_token_map and fitted.head_rows:
             write_token_map(folder / TOKEN_MAP, fitted.draft.head_token_ids)
             files["token_map"] = TOKEN_MAP
-        card = model_card(manifest, target, use, plan.k, fitted.head_rows, fitted.changes)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        plan.write(folder, target.name, exported.measured, fitted.changes, files)
+        write_card(folder, fitted, target, plan, use, files)
         refuse_changed(folder, fitted, target)
 
     return write_draft(out, exported, fill)
@@ -73,6 +72,32 @@ def write_model(folder: Path, fitted: FittedDraft, target: LocalTarget, settings
         fitted.model.save_pretrained(folder)
     complete_config(folder, fitted.model)
     write_tokenizer(folder, target)
+
+
+def write_card(
+    folder: Path, fitted: FittedDraft, target: LocalTarget, plan: RuntimePlan, use: Use, files: Mapping[str, str]
+) -> None:
+    """Put the model card and the plan into a folder.
+
+    Args:
+        files: What else the plan names, by what it is.
+    """
+    card = model_card(fitted.manifest, target, use, plan.k, fitted.head_rows, fitted.changes)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    plan.write(folder, target.name, fitted.measured, fitted.changes, {**files, "card": "README.md"})
+
+
+def write_plain(folder: Path, fitted: FittedDraft, target: LocalTarget) -> Path:
+    """Write the transformers folder that a runtime's own files are made of into PLAIN, and return it.
+
+    Raises:
+        CheckpointError: see refuse_changed.
+    """
+    plain = folder / PLAIN
+    plain.mkdir()
+    write_model(plain, fitted, target, plain_settings(target))
+    refuse_changed(plain, fitted, target)
+    return plain
 
 
 def refuse_changed(folder: Path, fitted: FittedDraft, target: LocalTarget) -> None:

@@ -1,13 +1,15 @@
 """A draft as llama.cpp takes it: one GGUF file (draft-simple)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from foredraft.core.files import whole_folder
-from foredraft.export.card import Use, inherited_licence, model_card
+from foredraft.export.card import Use, inherited_licence
 from foredraft.export.fit import fitted_draft
+from foredraft.export.folder import write_card
 from foredraft.export.gguf_file import write_gguf
 from foredraft.export.gguf_tensors import TYPES, check_type, tensor_name
 from foredraft.export.gguf_types import module_types
@@ -64,9 +66,8 @@ def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: 
         kept = sum(kind not in (type, "f32") for kind in stored.values()) if not by_module else 0
         fallen = f"{kept} matrices have rows that are no multiple of 32 long and are kept in f16." if kept else ""
         changes = (*fitted.changes, *filter(None, [fallen]))
-        card = model_card(fitted.manifest, target, _use(command, type), k, fitted.head_rows, changes)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        plan.write(folder, target.name, fitted.measured, changes, {"draft": FILE, "card": "README.md"})
+        named = replace(fitted, changes=changes)
+        write_card(folder, named, target, plan, _use(command, type), {"draft": FILE})
 
 
 def _read_types(types: str) -> dict[str, str]:

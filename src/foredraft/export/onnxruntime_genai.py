@@ -14,10 +14,10 @@ from typing import Any
 
 from foredraft.core.errors import CheckpointError, MissingExtraError, ModelError, UserError
 from foredraft.core.files import refuse_existing, whole_folder, write_json
-from foredraft.core.programs import last_words
-from foredraft.export.card import Use, model_card
+from foredraft.core.programs import environment_elsewhere, last_words
+from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
-from foredraft.export.folder import PLAIN, plain_settings, refuse_changed, write_model, write_target
+from foredraft.export.folder import write_card, write_plain, write_target
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -57,17 +57,12 @@ def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Pat
     settings = {"max_draft_tokens": k}
     plan = RuntimePlan("onnxruntime-genai", VERSION, k, _COMMAND, settings, stored_weights=weights)
     with whole_folder(out) as folder:
-        plain = folder / PLAIN
-        plain.mkdir()
-        write_model(plain, fitted, target, plain_settings(target))
-        refuse_changed(plain, fitted, target)
+        plain = write_plain(folder, fitted, target)
         _build(plain, folder / DRAFT, weights)
         with TemporaryDirectory(prefix="foredraft-target-") as passing:
             _build(write_target(target, Path(passing) / "target"), folder / TARGET, weights)
         compose(folder, k)
-        card = model_card(fitted.manifest, target, _use(weights), k, fitted.head_rows, fitted.changes)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        plan.write(folder, target.name, fitted.measured, fitted.changes, {"draft": DRAFT, "card": "README.md"})
+        write_card(folder, fitted, target, plan, _use(weights), {"draft": DRAFT})
 
 
 _COMMAND = "onnxruntime_genai.Generator(Model(FOLDER), params).generate_next_token()"
@@ -112,8 +107,7 @@ def _build(source: Path, out: Path, weights: str) -> None:
     with TemporaryDirectory(prefix="foredraft-builder-") as cache:
         command = [builder_python(), "-m", "onnxruntime_genai.models.builder", "-m", str(source.resolve())]
         command += ["-o", str(out), "-p", weights, "-e", "cpu", "-c", cache]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment_elsewhere())
     if done.returncode or not (out / _MODEL).is_file():
         raise CheckpointError(f"The builder of ONNX Runtime GenAI failed: {last_words(done)}. Nothing was kept.")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from foredraft.core.errors import CheckpointError, MissingExtraError, ModelError, UserError
 from foredraft.core.files import refuse_existing, whole_folder
-from foredraft.core.programs import last_words
-from foredraft.export.card import Use, model_card
+from foredraft.core.programs import environment_elsewhere, last_words
+from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
-from foredraft.export.folder import PLAIN, plain_settings, refuse_changed, write_model
+from foredraft.export.folder import write_card, write_plain
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -54,14 +54,9 @@ def export_openvino(
     settings = {"num_assistant_tokens": k, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     plan = RuntimePlan("openvino", VERSION, k, _COMMAND, settings, stored_weights=weights)
     with whole_folder(out) as folder:
-        plain = folder / PLAIN
-        plain.mkdir()
-        write_model(plain, fitted, target, plain_settings(target))
-        refuse_changed(plain, fitted, target)
+        plain = write_plain(folder, fitted, target)
         convert(plain, folder, weights, group)
-        card = model_card(fitted.manifest, target, _use(k, weights), k, fitted.head_rows, fitted.changes)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        plan.write(folder, target.name, fitted.measured, fitted.changes, {"draft": ".", "card": "README.md"})
+        write_card(folder, fitted, target, plan, _use(k, weights), {"draft": "."})
 
 
 def optimum() -> str:
@@ -90,8 +85,9 @@ def convert(source: Path, folder: Path, weights: str, group: int = 0) -> None:
     command = [program, "export", "openvino", "--model", str(source.resolve())]
     command += ["--task", "text-generation-with-past", "--weight-format", weights]
     command += ["--group-size", str(group)] if group else []
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [*command, str(folder)], capture_output=True, text=True, check=False, env=environment_elsewhere()
+    )
     if done.returncode or not (folder / MODEL).is_file():
         raise CheckpointError(f"{program} failed: {last_words(done)}. Nothing was kept.")
 

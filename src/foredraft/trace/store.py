@@ -307,6 +307,26 @@ def require_same(
         )
 
 
+def require_written_by(trace: Trace, target: Speaker) -> None:
+    """Raise unless that very target wrote the trace.
+
+    Raises:
+        TraceError: names both values.
+    """
+    require_same(
+        trace, target.name, target_fingerprint=target.fingerprint, tokenizer_fingerprint=target.tokenizer_fingerprint
+    )
+
+
+def drawn_answers(traces: Sequence[Trace], count: int) -> list[Answer]:
+    """Return as many answers as asked for, of every trace alike, drawn as `Trace.sample` draws, without empty ones.
+
+    A trace begins with its shortest prompts, of few domains.
+    """
+    each = -(-count // max(len(traces), 1))
+    return [row.answer() for trace in traces for row in trace.sample(each) if len(row.answer_ids)]
+
+
 def _read_manifest(path: Path) -> TraceInfo:
     file = path / MANIFEST
     if not file.is_file():

@@ -1,7 +1,6 @@
 """Starting a runtime in its own environment, and what it says."""
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from foredraft.core.errors import ServerError
+from foredraft.core.programs import environment_elsewhere
 from foredraft.verification.counting import Counted
 from foredraft.verification.runtimes import Runtime
 
@@ -95,8 +95,7 @@ def ask(runtime: Runtime, python: str, job: Job, speculate: bool, seconds: float
     Raises:
         ServerError: it did not come up, stopped, or took too long; the message ends with its log's last lines.
     """
-    environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)}
-    environment.pop("PYTHONPATH", None)
+    environment = {**environment_elsewhere(), **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)}
     command = [python, str(_RUN), runtime.worker]
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
