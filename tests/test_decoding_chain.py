@@ -134,6 +134,7 @@ def test_a_copying_drafter_keeps_the_targets_law_exactly(
     assert found == pytest.approx(sequence_law(session, prompt, SamplingLaw(), 3, stop_ids), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_targets_law_by_chi_square() -> None:
     generator, prompt, runs = torch.Generator().manual_seed(5), torch.tensor([1]), 300
     session = MarkovSession(torch.randn(3, 3, generator=generator))

@@ -103,7 +103,9 @@ def assert_lossless(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.get(answer, 0.0) == pytest.approx(wanted.get(answer, 0.0), abs=1e-6), answer
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(way, marks=[pytest.mark.slow] if "four levels" in way else []) for way in WAYS]
+)
 def test_every_way_of_decoding_keeps_the_targets_law_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_lossless(WAYS[name], monkeypatch)
 

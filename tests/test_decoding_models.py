@@ -65,7 +65,9 @@ def itself(target: LocalTarget) -> CausalLMDrafter:
     return CausalLMDrafter(Draft(target.model, torch.empty(0, dtype=torch.long)), GREEDY, target.vocab_size)
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "sampling model" else []) for kind in DRAFTERS]
+)
 def test_greedy_decoding_equals_transformers_token_for_token(
     kind: str, tiny_target_folder: Path, tiny_draft_folder: Path
 ) -> None:

@@ -110,9 +110,8 @@ def neural() -> Drafter:
 BY_LENGTH, EVEN, ONE = (0.0, 0.2, 0.6, 0.9), (0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "shares", [BY_LENGTH, pytest.param(EVEN, marks=pytest.mark.slow), pytest.param(ONE, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [BY_LENGTH, EVEN, ONE])
 def test_a_mixture_holds_the_drafter_contract(shares: tuple[float, ...], answers: list[Answer]) -> None:
     check_drafter(Mixture(ngram_law(VOCAB, counted(texts(1)), "interpolated"), neural(), shares), answers)
 
@@ -134,6 +133,7 @@ def test_first_guess_is_as_exact_as_its_parts() -> None:
     assert FirstGuess(PromptLookup(VOCAB), doubtful).validity == TOKENS_EXACT
 
 
+@pytest.mark.slow
 def test_first_guess_holds_the_drafter_contract(answers: list[Answer]) -> None:
     check_drafter(FirstGuess(PromptLookup(VOCAB, max_match=3, min_match=2), neural()), answers)
     check_drafter(FirstGuess(neural(), PromptLookup(VOCAB)), answers)
