@@ -1,12 +1,13 @@
 """Measured speedup of a draft in llama.cpp or vLLM beside what foredraft predicts.
 
     python benchmarks/export/speed.py --runtime vllm --target TARGET --draft exports/six --source DRAFT --k 1 2 3
-    python benchmarks/export/speed.py --runtime llama.cpp --target TARGET --draft exports/six-q8 --source DRAFT \\
-        --k 1 2 3 --type q8_0 --keep exports
+    python benchmarks/export/speed.py --runtime llama.cpp --target TARGET --draft exports/six-f16 exports/small \\
+        --source DRAFT SMALL --k 1 2 3 --type q8_0 --keep exports
 
 Answers are the target's own greedy ones, as long as they are in the first run. The runtime is started once for each
 row, and for plain decoding before and behind all of them; each prompt is asked --repeats times and its median counts;
-the first answer of each start is left out. A speedup is seconds of all plain requests / seconds of all with the draft,
+the first answer of each start is left out. Several drafts take turns, and each at its best length is set against the
+first at its best, paired by prompt. A speedup is seconds of all plain requests / seconds of all with the draft,
 prompts included, with a 95 % interval by bootstrap over prompts.
 
 Two predictions stand beside it: foredraft's own (SOURCE's foredraft.json: PyTorch in float32), and tokens per guess as
@@ -53,8 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", choices=["llama.cpp", "vllm"], required=True)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True, help="as foredraft export wrote it")
-    parser.add_argument("--source", type=Path, help="draft folder with measured figures")
+    parser.add_argument("--draft", nargs="+", required=True, help="as foredraft export wrote them")
+    parser.add_argument("--source", nargs="*", type=Path, default=[], help="draft folders with measured figures")
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--domains", nargs="*", default=[], help="of the package's own prompts; all without")
@@ -66,24 +67,33 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("targets"), help="folder for the target as GGUF")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     chosen = parser.parse_args()
-    draft = FORMS[RUNTIMES[chosen.runtime].form].served(chosen.draft).place
+    served = [FORMS[RUNTIMES[chosen.runtime].form].served(draft).place for draft in chosen.draft]
     target = load_target(chosen.target, "float32")
     questions, stops = asked(target, chosen), set(target.stop_ids)
     place = served_target(target, chosen)
     del target
 
-    job = Job(place, draft, max(chosen.k), questions, {}, chosen.threads, is_exact=False)
+    job = Job(place, served[0], max(chosen.k), questions, {}, chosen.threads, is_exact=False)
     first = replies(chosen.runtime, job, speculate=False)
     job = replace(job, questions=cut(questions, first, stops))
     before = timed(chosen, job, False)
-    drafted = {k: timed(chosen, replace(job, k=k), True) for k in chosen.k}
-    alone = timed(chosen, replace(job, target=Path(draft)), False)
+    drafted = {(k, draft): timed(chosen, replace(job, k=k, draft=draft), True) for k in chosen.k for draft in served}
+    alone = {draft: timed(chosen, replace(job, target=Path(draft)), False) for draft in served}
     plain = join(before, timed(chosen, job, False))
-    cost = float((alone.seconds.sum() / alone.tokens) / (plain.seconds.sum() / plain.tokens))
-    rows = [as_row(chosen, k, plain, found, cost) for k, found in drafted.items()]
+    rows, best = [], []
+    for number, draft in enumerate(served):
+        cost = float((alone[draft].seconds.sum() / alone[draft].tokens) / (plain.seconds.sum() / plain.tokens))
+        source = chosen.source[number] if number < len(chosen.source) else None
+        found = {k: drafted[k, draft] for k in chosen.k}
+        rows += [as_row(chosen, number, source, k, plain, found[k], cost) for k in chosen.k]
+        best.append(min(found.values(), key=lambda timed: float(timed.seconds.sum())))
     print(_HEADER)
     for row in rows:
         print(f"| {' | '.join(map(str, row.values()))} |")
+    for name, one in zip(chosen.draft[1:], best[1:], strict=True):
+        print(
+            f"{Path(name).name} at its best: {ratio(best[0], one)} times as fast as {Path(chosen.draft[0]).name} at its"
+        )
     if chosen.out:
         chosen.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
@@ -135,19 +145,26 @@ def join(one: Timed, other: Timed) -> Timed:
     return replace(one, seconds=(one.seconds + other.seconds) / 2)
 
 
-def as_row(chosen: argparse.Namespace, k: int, plain: Timed, found: Timed, cost: float) -> dict[str, Any]:
-    drawn = np.random.default_rng(0).integers(len(plain.seconds), size=(2000, len(plain.seconds)))
-    low, high = np.quantile(plain.seconds[drawn].sum(1) / found.seconds[drawn].sum(1), [0.025, 0.975])
+def ratio(one: Timed, other: Timed) -> str:
+    """Return how many times as fast the other is, with its interval by bootstrap over prompts."""
+    drawn = np.random.default_rng(0).integers(len(one.seconds), size=(2000, len(one.seconds)))
+    low, high = np.quantile(one.seconds[drawn].sum(1) / other.seconds[drawn].sum(1), [0.025, 0.975])
+    return f"{one.seconds.sum() / other.seconds.sum():.2f} ({low:.2f}..{high:.2f})"
+
+
+def as_row(
+    chosen: argparse.Namespace, number: int, source: Path | None, k: int, plain: Timed, found: Timed, cost: float
+) -> dict[str, Any]:
     per_guess = 1.0 + found.accepted / max(found.blocks, 1)
     return {
         "runtime": chosen.runtime,
-        "draft": Path(chosen.draft).name,
+        "draft": Path(chosen.draft[number]).name,
         "k": k,
-        "measured": f"{plain.seconds.sum() / found.seconds.sum():.2f} ({low:.2f}..{high:.2f})",
+        "measured": ratio(plain, found),
         "tokens_per_guess": round(per_guess, 2),
         "cost_ratio": round(cost, 3),
         "predicted": round(per_guess / (1 + k * cost), 2),
-        "predicted_by_foredraft": foretold(chosen.source, k),
+        "predicted_by_foredraft": foretold(source, k),
     }
 
 
