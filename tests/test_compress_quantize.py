@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from foredraft.compress.plan import unit_formats
 from foredraft.compress.quantize import quantize, unit_sizes
 from foredraft.compress.rounding import product, round_groups, round_rows
+from foredraft.core.bits import checked_plan
 from foredraft.core.errors import ForedraftError, ModelError, RecipeError
 from foredraft.core.law import GREEDY
 from foredraft.core.protocols import Answer
@@ -172,6 +173,9 @@ def test_plans_that_cannot_be_are_refused_with_what_can() -> None:
     assert "48 does not divide the 32 inputs of layers.0.qkv. Groups that do: 16, 32" in str(bad(4, group=48))
     assert "4 bits need a group" in str(bad(4, group=0))
     assert "'chapters' is not known" in str(bad("chapters"))
+    assert "'²' is not known" in str(bad("²"))
+    with pytest.raises(ValueError, match=r"\['layers.*', 4\] is not known. Patterns stand with their bits"):
+        checked_plan(["layers.*", 4])
 
 
 def test_a_draft_is_rounded_once_and_a_trimmed_head_stays() -> None:

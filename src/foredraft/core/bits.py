@@ -1,9 +1,10 @@
 """Bits of stored weights as recipes write them: 8, or 4/64 with the inputs that share a scale."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-BITS = (4, 8, 16)
+_BITS = re.compile(r"(4|8|16)(?:/([1-9][0-9]*))?")
 PRESETS = ("chapter",)
 
 
@@ -13,10 +14,10 @@ def parse_bits(value: Any) -> tuple[int, int]:
     Raises:
         ValueError: it is neither a number nor bits/group.
     """
-    bits, slash, group = str(value).partition("/")
-    if not bits.isdigit() or int(bits) not in BITS or (slash and not (group.isdigit() and int(group))):
+    found = _BITS.fullmatch(str(value))
+    if not found:
         raise ValueError(f"{value!r} is not known. Known: 4, 8, 16, or with a group, such as 4/64 or 8/32")
-    return int(bits), int(group or 0)
+    return int(found[1]), int(found[2] or 0)
 
 
 def checked_plan(value: Any) -> Any:
@@ -28,7 +29,7 @@ def checked_plan(value: Any) -> Any:
     if isinstance(value, Mapping | list | tuple):
         try:
             pairs = [(str(pattern), one) for pattern, one in dict(value).items()]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{value!r} is not known. Patterns stand with their bits: {{head: 4, layers.*: 8}}"
             ) from error
