@@ -166,10 +166,13 @@ def test_widths_alone_cut_no_layer_and_are_rounded_for_a_runtime(
 ) -> None:
     source, target, trace = workshop
     with caplog.at_level("INFO"):
-        compressing.prune_draft(source, target, [trace], PruneStep(ffn=37, runtime="openvino"), tmp_path / "out")
+        compressing.prune_draft(source, target, [trace], PruneStep(ffn=20, runtime="openvino"), tmp_path / "out")
+        step = PruneStep(layers=1, by="last", ffn=20, runtime="vllm")
+        compressing.prune_draft(source, target, [trace], step, tmp_path / "whole")
     config = load_draft(tmp_path / "out", "float32").model.config
-    assert (config.num_hidden_layers, config.intermediate_size) == (5, 64)
-    assert "ffn: 37 is rounded to 64, a multiple that openvino takes" in caplog.text
+    assert (config.num_hidden_layers, config.intermediate_size) == (5, 32)
+    assert "ffn: 20 is rounded to 32, a multiple that openvino takes" in caplog.text
+    assert "ffn: 20 is rounded to 64, which is all of it, and no multiple of 128 as vllm takes them" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,9 @@ def test_widths_alone_cut_no_layer_and_are_rounded_for_a_runtime(
         ({"heads": 3}, RecipeError, "heads: 3 breaks the grouping.*Nearest: 2 or 4"),
         ({"layers": 4}, UserError, "4 of 5 layers cannot be cut"),
         ({"ffn": 999}, RecipeError, "ffn: 999 is more than the 64"),
+        ({"ffn": 64, "heads": 4}, UserError, "Nothing would be cut: the draft has hidden 32, 4 heads and ffn 64"),
+        ({"ffn": 40, "runtime": "openvino"}, UserError, "Nothing would be cut.*multiples that leave something out"),
+        ({"vocab": 259}, UserError, "vocab: 259 rows are no fewer than the 259 tokens that the draft can say"),
     ],
 )
 def test_cuts_that_cannot_be_are_refused(

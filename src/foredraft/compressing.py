@@ -16,7 +16,7 @@ from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
 from foredraft.core.errors import UserError
 from foredraft.core.files import refuse_existing
-from foredraft.core.multiples import refuses_head_size, rounded_width
+from foredraft.core.multiples import MULTIPLES, refuses_head_size, rounded_width
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Speaker
 from foredraft.distill.init.head import frequent_rows
@@ -56,8 +56,9 @@ def prune_draft(
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "prune", step)
     require_plain(draft)
-    if step.vocab and len(draft.head_token_ids) and step.vocab >= len(draft.head_token_ids):
-        raise UserError(f"vocab: {step.vocab} rows are no fewer than the {len(draft.head_token_ids)} of the draft.")
+    says = len(draft.head_token_ids) or len(target.tokenizer)
+    if step.vocab >= says:
+        raise UserError(f"vocab: {step.vocab} rows are no fewer than the {says} tokens that the draft can say.")
     sample = sample_answers(traces, target, step.answers) if step.measures else []
     widths = _rounded_widths(draft, step)
     kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
@@ -85,7 +86,7 @@ def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
     """Return the widths that are asked for, rounded up to what the runtime takes.
 
     Raises:
-        UserError: the runtime would take heads for wider than they are.
+        UserError: the runtime would take heads for wider than they are, or nothing would be cut.
     """
     config = draft.model.config.get_text_config()
     shape = Shape.of(config)
@@ -93,12 +94,21 @@ def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
         rounded_width(width, step.runtime, most) if width else 0
         for width, most in ((step.hidden, shape.hidden), (step.ffn, shape.ffn))
     )
+    multiple = MULTIPLES.get(step.runtime, 1)
     for name, asked, given in (("hidden", step.hidden, hidden), ("ffn", step.ffn, ffn)):
         if asked != given:
-            _log.info("%s: %d is rounded to %d, a multiple that %s takes.", name, asked, given, step.runtime)
+            why = f"a multiple that {step.runtime} takes"
+            if given % multiple:
+                why = f"which is all of it, and no multiple of {multiple} as {step.runtime} takes them"
+            _log.info("%s: %d is rounded to %d, %s.", name, asked, given, why)
     widths = Widths(hidden, step.heads, ffn)
     if widths.given:
         new = narrowed_shape(shape, widths)
+        if new == shape and not (step.layers or step.vocab):
+            raise UserError(
+                f"Nothing would be cut: the draft has hidden {shape.hidden}, {shape.heads} heads and ffn {shape.ffn}. "
+                "Ask for fewer, or for multiples that leave something out."
+            )
         if refuses_head_size(step.runtime, config.model_type, new.hidden, new.heads, new.head_dim):
             raise UserError(
                 f"{step.runtime} takes the heads of {config.model_type} to be hidden / heads wide, "
