@@ -206,9 +206,12 @@ FEWER_BLOCKS = Counted(9, 27, 9, (7, 2, 0))
         ({"counted": LESS}, "8 of 30 [6, 2, 0] counted, 9 of 30 [7, 2, 0] expected; the draft's closest choice leads"),
         ({"counted": LESS, "draft_gap": 1e-5}, ""),
         ({"counted": FEWER_BLOCKS, "other_difference": Difference(7, 1e-5)}, ""),
-        (
-            {"counted": FEWER_BLOCKS, "other_difference": Difference(7, 0.3)},
-            "differs from foredraft's at token 7, gap 0.3000",
+        *(
+            (
+                {"counted": counted, "other_difference": Difference(7, 0.3)},
+                "plain text of vllm leaves the target's at token 7, where the target's best token leads by 0.3000",
+            )
+            for counted in (Counted(10, 30, 9, (7, 2, 0)), FEWER_BLOCKS)
         ),
     ],
 )
@@ -245,6 +248,11 @@ SCRIPTS = {
     "fails": 'import sys\nprint("loading weights", file=sys.stderr)\nprint(\'{"error": "OSError: no such layer"}\')',
     "dies": 'import sys\nprint(\'{"version": "9"}\')\nsys.exit("killed for want of memory")',
     "cut": 'print(\'{"version": "9"}\')\nprint(\'{"token_ids": [1, 2\')',
+    "twice": 'line = \'{"token_ids": [1], "blocks": 1, "drafted": 3, "accepted": 1, "by_position": null}\'\n'
+    "print(line)\nprint(line)",
+    "lacks": 'print(\'{"token_ids": [1], "drafted": 3, "accepted": 1, "by_position": null}\')',
+    "nothing": 'print(\'{"token_ids": [1], "blocks": 1, "drafted": 3, "accepted": null, "by_position": null}\')',
+    "number": "print(5)",
     "hangs": 'import sys, time\nprint("still loading", file=sys.stderr, flush=True)\ntime.sleep(60)',
 }
 
@@ -255,6 +263,10 @@ SCRIPTS = {
         ("fails", 30.0, "failed: OSError: no such layer Its log ends with:\nloading weights"),
         ("dies", 30.0, "stopped after 0 of 1 answers. Its log ends with:\nkilled for want of memory"),
         ("cut", 30.0, "stopped after 0 of 1 answers. It logged nothing"),
+        ("twice", 30.0, "gave 2 answers to 1 prompts. It logged nothing"),
+        ("lacks", 30.0, "wrote a line that is no answer .KeyError: 'blocks'"),
+        ("nothing", 30.0, "wrote a line that is no answer .TypeError: "),
+        ("number", 30.0, "wrote a line that is no answer .TypeError: "),
         ("hangs", 0.5, "did not answer within 0 s. .*Its log ends with:\nstill loading"),
     ],
 )

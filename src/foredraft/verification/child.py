@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -100,8 +100,8 @@ def ask(runtime: Runtime, python: str, job: Job, speculate: bool, seconds: float
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
             done = subprocess.run(
-                command, input=job.to_json(speculate), stdout=subprocess.PIPE, stderr=log, text=True,
-                timeout=seconds, env=environment, check=False,
+                command, input=job.to_json(speculate), stdout=subprocess.PIPE, stderr=log,
+                encoding="utf-8", errors="replace", timeout=seconds, env=environment, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise ServerError(
@@ -116,20 +116,21 @@ def ask(runtime: Runtime, python: str, job: Job, speculate: bool, seconds: float
 def _read(runtime: Runtime, text: str, wanted: int, log: IO[str]) -> Replies:
     version, replies = "unknown", []
     for line in _lines(text):
-        if "error" in line:
-            raise ServerError(
-                f"{runtime.worker} failed: {line['error']} {_port_sentence(line['error'])}{_last_lines(log)}"
-            )
-        if "version" in line:
-            version = str(line["version"])
-        else:
-            replies.append(Reply(tuple(line["token_ids"]), _counted(line), float(line.get("seconds", 0.0))))
+        match line:
+            case {"error": error}:
+                raise ServerError(f"{runtime.worker} failed: {error} {_port_sentence(str(error))}{_last_lines(log)}")
+            case {"version": said}:
+                version = str(said)
+            case _:
+                replies.append(_reply(runtime, line, log))
     if len(replies) < wanted:
         raise ServerError(f"{runtime.worker} stopped after {len(replies)} of {wanted} answers. {_last_lines(log)}")
+    if len(replies) > wanted:
+        raise ServerError(f"{runtime.worker} gave {len(replies)} answers to {wanted} prompts. {_last_lines(log)}")
     return Replies(version, tuple(replies))
 
 
-def _lines(text: str) -> Iterator[dict[str, Any]]:
+def _lines(text: str) -> Iterator[Any]:
     for line in text.splitlines():
         try:
             yield json.loads(line)
@@ -137,10 +138,22 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
             return  # cut off by the end of the process
 
 
+def _reply(runtime: Runtime, line: Any, log: IO[str]) -> Reply:
+    try:
+        return Reply(tuple(map(int, line["token_ids"])), _counted(line), float(line.get("seconds", 0.0)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{runtime.worker} wrote a line that is no answer ({type(error).__name__}: {error}). {_last_lines(log)}"
+        ) from error
+
+
 def _counted(line: dict[str, Any]) -> Counted:
-    by_position: Sequence[int] | None = line["by_position"]
+    blocks, drafted, by_position = line["blocks"], line["drafted"], line["by_position"]
     return Counted(
-        line["blocks"], line["drafted"], line["accepted"], None if by_position is None else tuple(by_position)
+        None if blocks is None else int(blocks),
+        None if drafted is None else int(drafted),
+        int(line["accepted"]),
+        None if by_position is None else tuple(map(int, by_position)),
     )
 
 

@@ -1,6 +1,6 @@
 """A verification: what a runtime did with a draft, beside what foredraft did with the same weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +122,16 @@ class Verification:
         return [*self._text_faults(), *self._count_faults()]
 
     def _text_faults(self) -> list[str]:
+        drafted = _told((prompt.name, prompt.own_difference) for prompt in self.prompts)
+        plain = _told((prompt.name, prompt.other_difference) for prompt in self.prompts)
+        leads = "where the target's best token leads by"
         return [
-            f"{prompt.name}: text with the draft leaves plain decoding at token {prompt.own_difference.position}, "
-            f"where the target's best token leads by {prompt.own_difference.gap:.4f} logits."
-            for prompt in self.prompts
-            if prompt.own_difference is not None and not prompt.own_difference.is_near_tie
+            f"{name}: text with the draft leaves plain decoding at token {one.position}, {leads} {one.gap:.4f} logits."
+            for name, one in drafted
+        ] + [
+            f"{name}: plain text of {self.runtime} leaves the target's at token {one.position}, {leads} {one.gap:.4f} "
+            "logits: it runs another model, or not in float32."
+            for name, one in plain
         ]
 
     def _count_faults(self) -> list[str]:
@@ -137,14 +142,9 @@ class Verification:
             return [f"Accepted tokens per block differ by {low:+.3f} to {high:+.3f} from foredraft's (95 %)."]
         return [
             f"{prompt.name}: {_said(prompt.counted)} counted, {_said(prompt.expected)} expected"
-            + (
-                f"; the text differs from foredraft's at token {prompt.other_difference.position}, gap "
-                f"{prompt.other_difference.gap:.4f}."
-                if prompt.other_difference
-                else f"; the draft's closest choice leads by {prompt.draft_gap:.4f} logits."
-            )
+            f"; the draft's closest choice leads by {prompt.draft_gap:.4f} logits."
             for prompt in self.prompts
-            if not prompt.counts_agree and not prompt.is_excused
+            if not (prompt.counts_agree or prompt.is_excused or _told([(prompt.name, prompt.other_difference)]))
         ]
 
     @property
@@ -189,6 +189,11 @@ def _ratios(counted: Counted) -> dict[str, float | None]:
         "acceptance_rate": accepted / examined if examined else None,
         "mean_tokens_per_guess": 1.0 + accepted / blocks if blocks else None,
     }
+
+
+def _told(differences: Iterable[tuple[str, Difference | None]]) -> list[tuple[str, Difference]]:
+    """Return those that no tie explains."""
+    return [(name, one) for name, one in differences if one is not None and not one.is_near_tie]
 
 
 def _per_block(one: Counted, other: Counted) -> tuple[int, int, int, int]:
