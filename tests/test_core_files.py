@@ -52,6 +52,22 @@ def test_a_full_disk_is_named(tmp_path: Path, error: Exception, message: str) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file/out", "file/out cannot be written: File exists. Name another folder"),
+        ("o" * 300, "o cannot be written: File name too long. Name another folder"),
+        ("link", "link exists already and is never overwritten"),
+    ],
+)
+def test_a_path_that_can_be_no_folder_is_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(OutputError, match=message), whole_folder(tmp_path / name):
+        pass
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "link"]
+
+
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")

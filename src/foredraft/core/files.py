@@ -50,7 +50,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 def refuse_existing(path: Path) -> None:
     """Raise an OutputError where whole_folder would: ask before long work, not behind it."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    try:
+        taken = path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if taken:
         raise OutputError(f"{path} exists already and is never overwritten: name another folder.")
 
 
@@ -99,7 +103,8 @@ def _only_writer(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("wb")
     except OSError as error:
-        raise _explained(error, path) from error
+        explained = _explained(error, path)
+        raise explained if isinstance(explained, OutputError) else _unwritable(path, error) from error
     with file:
         if not _taken(file, lock):
             raise OutputError(f"{path} is being written by another process: wait for it, or name another folder.")
@@ -139,6 +144,10 @@ def _explained(error: Exception, path: Path) -> Exception:
     if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG):
         return OutputError(f"{path} cannot be written: {os.strerror(number)}.")
     return error
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"{path} cannot be written: {error.strerror}. Name another folder.")
 
 
 def _number(error: Exception) -> int:
