@@ -93,3 +93,12 @@ def test_head_rows_of_another_draft_are_refused(tmp_path: Path) -> None:
     save_file({"head_token_ids": torch.tensor([1, 999])}, tmp_path / "draft" / HEAD_FILE)
     with pytest.raises(ModelError, match="keeps token 999, the model has 272 rows"):
         load_causal_lm_drafter(tmp_path / "draft")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_finite_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    draft = Draft(tiny_model(num_layers=1))
+    draft.model.model.layers[0].mlp.up_proj.weight.data[3, 5] = value
+    save_draft(draft, tmp_path / "draft", MANIFEST, tiny_tokenizer())
+    with pytest.raises(CheckpointError, match=r"no finite numbers, in model.layers.0.mlp.up_proj.weight. Make the"):
+        load_draft(tmp_path / "draft", "float32")

@@ -26,6 +26,7 @@ from foredraft.models.loading import (
     resolve_dtype,
     tokenizer_fingerprint,
 )
+from foredraft.models.facts import read_side
 from foredraft.settings import QUICKSTART_TARGET
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
@@ -191,6 +192,18 @@ def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
     _edit(folder / "config.json", intermediate_size=48)
     with pytest.raises(ModelError, match=r"mlp\.down_proj\.weight is \(32, 64\), not \(32, 48\)"):
         load_causal_lm(str(folder))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "null", '{"model_type": "llama", "quantization_config": 5}', '{"model_type": "llama", "hidden_size": "x"}'],
+)
+def test_a_configuration_of_other_contents_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="model cannot be loaded as a causal language model"):
+        load_model(folder)
+    with pytest.raises(ModelError, match=r"config.json .*cannot be read"):
+        read_side(str(folder))
 
 
 @pytest.mark.parametrize("text", ["not json", '{"model_type": "martian"}', "{}"])

@@ -62,9 +62,13 @@ def load_draft(path: Path, dtype: str = "auto") -> Draft:
 
     Raises:
         ModelError: the folder is no causal language model.
-        CheckpointError: the list of head rows cannot be read.
+        CheckpointError: the list of head rows cannot be read, or a weight is no finite number.
     """
-    return Draft(load_model(path, dtype), _read_head_token_ids(path / HEAD_FILE))
+    draft = Draft(load_model(path, dtype), _read_head_token_ids(path / HEAD_FILE))
+    for name, weight in draft.model.named_parameters():
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{path} holds weights that are no finite numbers, in {name}. Make the draft again.")
+    return draft
 
 
 def stored_dtype(source: Path) -> str:

@@ -75,7 +75,10 @@ def read_side(source: str) -> Side:
     manifest = read_manifest(path) if (path / MANIFEST).is_file() else None
     if manifest is not None and manifest.kind != "causal-lm":
         return Side(ModelFacts(source, "model-free", manifest.kind), path, None, manifest)
-    return _folder_side(source, path, manifest)
+    try:
+        return _folder_side(source, path, manifest)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path / 'config.json'} or what lies beside it cannot be read: {error}.") from error
 
 
 def cut_alike(one: Side, other: Side) -> bool:

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError
 from transformers import (
@@ -49,6 +50,11 @@ _HUB_TIMEOUT_SECONDS = 5.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = "*.safetensors"
 _WANTED_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model", "README.md"]
+# What transformers raises over files of other contents than it takes for granted.
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError,
+    StrictDataclassError,
+)  # fmt: skip
 _NOTHING_MISSING = {"missing_keys": (), "mismatched_keys": ()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COSMETIC = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -272,7 +278,7 @@ def _checked(path: Path, load: Callable[[], tuple[PreTrainedModel, Mapping[str, 
     try:
         with without_bars():
             model, report = load()
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except _UNREADABLE as error:
         remedy = " Pass --trust-remote-code if you trust it." if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}{remedy}") from error
     gaps = [f"{key} is missing" for key in sorted(report["missing_keys"])]
@@ -291,7 +297,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"{path} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
 

@@ -96,4 +96,6 @@ def read_json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {error}.") from error
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} cannot be read: it holds no object.")
+    return found
