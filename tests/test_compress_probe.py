@@ -13,7 +13,7 @@ from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import quantize
-from foredraft.core.errors import ModelError, RecipeError, TraceError, UserError
+from foredraft.core.errors import ModelError, RecipeError, TraceError, UserError, VocabMismatchError
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.factoring import low_rank_draft
 from foredraft.lineage import blank_manifest
@@ -26,7 +26,7 @@ from foredraft.searching import compress_draft
 from foredraft.sensing import draft_sensitivity
 from foredraft.steps import CompressStep, LowRankStep, PruneStep, QuantizeStep, SensitivitySettings
 from foredraft.trace.store import Trace
-from tests.tiny import save_tiny, tiny_model
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.traces import build_trace, trace_row
 
 K = 4
@@ -213,7 +213,7 @@ def rounded(workshop: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+SHRINKS = pytest.mark.parametrize(
     "shrink",
     [
         lambda *given: compressing.prune_draft(*given[:3], PruneStep(ffn=32), given[3]),
@@ -224,10 +224,23 @@ def rounded(workshop: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["prune", "quantize", "low-rank", "compress", "sensitivity"],
 )
+
+
+@SHRINKS
 def test_nothing_shrinks_a_quantized_draft(shrink: Callable, rounded: Path, workshop: tuple, tmp_path: Path) -> None:
     _, target, trace = workshop
     with pytest.raises(ModelError, match="quantized already.*take its parent"):
         shrink(rounded, target, [trace], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@SHRINKS
+def test_nothing_shrinks_a_draft_of_other_tokens(shrink: Callable, workshop: tuple, tmp_path: Path) -> None:
+    """What is written gets the target's tokenizer, whatever the draft's own was."""
+    _, target, trace = workshop
+    tiny_tokenizer(("sea",)).save_pretrained(save_tiny(tmp_path / "foreign", num_layers=2))
+    with pytest.raises(VocabMismatchError, match="token 259 is 'sea' here and nothing there"):
+        shrink(tmp_path / "foreign", target, [trace], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

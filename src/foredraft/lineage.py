@@ -9,6 +9,8 @@ from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
 from foredraft.core.errors import CheckpointError, ModelError, VocabMismatchError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.protocols import Speaker
+from foredraft.models.same_tokens import refuse_other_tokens
+from foredraft.models.target import LocalTarget
 from foredraft.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ def manifest_for(source: Path, target: Speaker) -> DraftManifest:
     if not (source / MANIFEST).is_file():
         if not (source / "config.json").is_file():
             raise ModelError(f"{source} is no draft: it has neither {MANIFEST} nor config.json.")
+        if isinstance(target, LocalTarget):
+            refuse_other_tokens(source, target)
         return blank_manifest(target, "causal-lm")
     manifest = read_manifest(source)
     if (manifest.vocab_size, manifest.tokenizer_fingerprint) != (target.vocab_size, target.tokenizer_fingerprint):

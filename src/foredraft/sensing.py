@@ -14,6 +14,7 @@ from foredraft.compress.sensitivity import Sensitivity, probed, rank_correlation
 from foredraft.compressing import bench_of, sample_answers
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Speaker
+from foredraft.lineage import manifest_for
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft
@@ -37,9 +38,11 @@ def draft_sensitivity(
     Raises:
         ModelError: the draft is quantized already.
         RecipeError: a group that does not divide the inputs of a matrix, or no mask.
+        VocabMismatchError: the draft speaks other tokens.
         UserError: there is no trace.
     """
     draft = load_draft(source, "float32")
+    manifest_for(source, target)
     require_plain(draft)
     masks = [(text, read_mask(text)) for text in settings.masks]
     sample = sample_answers(traces, target, settings.answers)

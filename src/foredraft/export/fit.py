@@ -16,7 +16,7 @@ from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchErro
 from foredraft.core.files import write_json
 from foredraft.models.draft import Draft, load_draft, stored_dtype
 from foredraft.models.light.model import LightForCausalLM
-from foredraft.models.loading import first_difference, load_tokenizer, tokenizer_fingerprint
+from foredraft.models.same_tokens import refuse_other_tokens
 from foredraft.models.target import LocalTarget
 
 _TOKENIZER = "tokenizer_config.json"
@@ -153,7 +153,7 @@ def name_old_tokenizer(folder: Path) -> None:
 
 def _manifest(source: Path, target: LocalTarget) -> DraftManifest:
     if not (source / MANIFEST).is_file():
-        _refuse_other_tokens(source, target)
+        refuse_other_tokens(source, target)
         return DraftManifest(
             "causal-lm", target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint
         )
@@ -166,17 +166,6 @@ def _manifest(source: Path, target: LocalTarget) -> DraftManifest:
             f"{target.name} has {target.tokenizer_fingerprint[:8]}. Make the draft from this target."
         )
     return manifest
-
-
-def _refuse_other_tokens(source: Path, target: LocalTarget) -> None:
-    """Compare the tokenizer beside a draft made elsewhere, if there is one, with the target's."""
-    if not (source / _TOKENIZER).is_file():
-        return
-    tokenizer = load_tokenizer(source)
-    if tokenizer_fingerprint(tokenizer) != target.tokenizer_fingerprint and (
-        difference := first_difference(tokenizer, target.tokenizer)
-    ):
-        raise VocabMismatchError(f"{source} does not speak the tokens of {target.name}: {difference}.")
 
 
 def _fit_positions(model: PreTrainedModel, target: PreTrainedModel) -> list[str]:
