@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM
 
 from foredraft.core.errors import ModelError
 from foredraft.models import loading
+from foredraft.models.facts import read_side
 from foredraft.models.loading import (
     first_difference,
     load_causal_lm,
@@ -26,7 +27,6 @@ from foredraft.models.loading import (
     resolve_dtype,
     tokenizer_fingerprint,
 )
-from foredraft.models.facts import read_side
 from foredraft.settings import QUICKSTART_TARGET
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
