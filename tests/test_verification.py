@@ -229,6 +229,13 @@ def test_rounded_drafts_must_lie_in_the_interval() -> None:
     assert "differ by -0.700 to -0.700" in fault
 
 
+@pytest.mark.parametrize(("gap", "exact", "is_fault"), [(0.14, False, False), (0.14, True, True), (0.3, False, True)])
+def test_where_a_rounded_draft_needs_bfloat16_the_target_may_decide_ties_otherwise(
+    gap: float, exact: bool, is_fault: bool
+) -> None:
+    assert bool(verification(prompt(other_difference=Difference(7, gap)), exact=exact).faults) is is_fault
+
+
 def test_the_three_figures_that_runtimes_call_acceptance_are_told_apart() -> None:
     figures = verification(prompt()).to_json()["counted"]
     assert figures["accepted_of_drafted"] == pytest.approx(9 / 30)

@@ -1,8 +1,10 @@
 """vLLM without a server, one request at a time, in float32 and without compilation."""
 
+import json
 from collections.abc import Iterator
 from importlib import metadata
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 _COUNTS = "vllm:spec_decode_num_"
@@ -23,7 +25,7 @@ def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     llm = LLM(
         model=job["target"],
-        dtype="float32",
+        dtype="bfloat16" if _is_quantized(job["draft"]) else "float32",
         enforce_eager=True,
         max_num_seqs=1,
         max_model_len=-(-job["max_context"] // _ROUND) * _ROUND,
@@ -49,6 +51,12 @@ def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "accepted": sum(counted.get("accepted_tokens", [])),
             "by_position": (counted.get("accepted_tokens_per_pos", []) + [0] * job["k"])[: job["k"]],
         }
+
+
+def _is_quantized(draft: str) -> bool:
+    """Return whether a draft has a quantization_config, whose kernels take no float32; the target runs as they do."""
+    config = Path(draft, "config.json")
+    return bool(draft) and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def _speculative(job: dict[str, Any]) -> dict[str, Any]:
