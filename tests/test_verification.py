@@ -236,6 +236,13 @@ def test_where_a_rounded_draft_needs_bfloat16_the_target_may_decide_ties_otherwi
     assert bool(verification(prompt(other_difference=Difference(7, gap)), exact=exact).faults) is is_fault
 
 
+@pytest.mark.parametrize("drafted", [0, None])
+def test_prompts_from_which_nothing_is_drafted_prove_nothing(drafted: int | None) -> None:
+    nothing = prompt(counted=Counted(None, drafted, 0, None), expected=Counted(0, 0, 0, (0, 0, 0)))
+    (fault,) = verification(nothing).faults
+    assert "has nothing to accept, by foredraft's own count: they prove nothing" in fault
+
+
 def test_the_three_figures_that_runtimes_call_acceptance_are_told_apart() -> None:
     figures = verification(prompt()).to_json()["counted"]
     assert figures["accepted_of_drafted"] == pytest.approx(9 / 30)
@@ -327,8 +334,6 @@ def test_what_a_runtime_does_not_read_is_said(target: LocalTarget, exported: Pat
         verify(str(exported), target, "llama.cpp", PROMPTS, settings)
     with pytest.raises(ModelError, match="is no transformers folder"):
         verify(str(tmp_path), target, "vllm", PROMPTS, settings)
-    with pytest.raises(CapabilityError, match="lookup of llamacpp matches by rules that are not known here"):
-        verify("prompt-lookup", target, "llama.cpp", PROMPTS, settings)
 
 
 @pytest.mark.usefixtures("here")

@@ -13,6 +13,7 @@ from foredraft.models.target import LocalTarget, load_target
 from foredraft.verbs import export_draft
 from foredraft.verification import child
 from foredraft.verification.child import Job, Question, ask
+from foredraft.verification.forms import FORMS
 from foredraft.verification.runtimes import RUNTIMES
 from foredraft.verification.verify import VerifySettings, verify
 from tests.test_export_gguf import save_named
@@ -90,6 +91,7 @@ def test_the_composite_folder_holds_both_models_and_nothing_is_kept_of_a_failure
     python.chmod(0o755)
     monkeypatch.setenv(onnx.PYTHON_VARIABLE, str(python))
     export_draft(target.path, target, "onnxruntime-genai", 3, tmp_path / "out")
+    assert (FORMS["onnx"].write(target, tmp_path / "alone") / "model.onnx").is_file()
     config = onnx._config(tmp_path / "out")
     models = config["model"]
     assert (models["decoder"]["filename"], models["draft"]["filename"]) == ("target/model.onnx", "draft/model.onnx")

@@ -22,6 +22,7 @@ from foredraft.verification.runtimes import RUNTIMES
 from foredraft.verification.verify import VerifySettings, verify
 from tests.servers import python_of
 from tests.test_export_gguf import save_named
+from tests.tiny import SPECIAL
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 TEXTS = ["a sea of oaks", "red owl", "0123", "the fog and the ink"]
@@ -35,6 +36,26 @@ SIZES = {"hidden": 128, "vocab_size": 260}
 def target(tmp_path_factory: pytest.TempPathFactory) -> LocalTarget:
     folder = save_named(tmp_path_factory.mktemp("models") / "tiny-named", **SIZES)
     return load_target(str(folder), "float32")
+
+
+@pytest.fixture(scope="module")
+def circling(tmp_path_factory: pytest.TempPathFactory) -> LocalTarget:
+    """Its next token depends on the last one alone, so that its answers soon go round in circles; it never ends."""
+    folder = save_named(tmp_path_factory.mktemp("models") / "circling", **SIZES, tied=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight[: len(SPECIAL)] = 0.0
+    model.save_pretrained(folder)
+    return load_target(str(folder), "float32")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keeps the target in each runtime's form."""
+    return tmp_path_factory.mktemp("targets")
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +104,21 @@ def test_llamacpp_loads_rounded_files_and_counts_within_the_interval(
     assert found.faults == []
 
 
-@pytest.mark.parametrize("runtime", ["transformers", "vllm"])
-def test_the_runtimes_own_lookup_matches_as_foredraft_says(runtime: str, target: LocalTarget) -> None:
+@pytest.mark.parametrize("max_match", [1, 3])
+@pytest.mark.parametrize("runtime", [name for name, runtime in RUNTIMES.items() if runtime.lookup])
+def test_the_runtimes_own_lookup_matches_as_foredraft_says(
+    runtime: str, max_match: int, circling: LocalTarget, targets: Path
+) -> None:
     if RUNTIMES[runtime].variable:
         python_of(RUNTIMES[runtime].variable)
-    found = verify("prompt-lookup:max_match=3", target, runtime, PROMPTS, SETTINGS)
-    print(runtime, found.counted, found.expected)
+    if runtime == "openvino":
+        python_of(OPTIMUM_VARIABLE)
+    settings = replace(SETTINGS, k=4, max_new_tokens=48, keep=targets)
+    found = verify(f"prompt-lookup:max_match={max_match}", circling, runtime, PROMPTS, settings)
+    print(runtime, max_match, found.version, found.counted, found.expected)
     assert found.faults == []
+    assert (found.same_counts, found.same_text) == (len(PROMPTS), len(PROMPTS))
+    assert 0 < found.counted.accepted < (found.expected.drafted or 0)
 
 
 def test_a_file_that_llamacpp_cannot_load_ends_with_its_log(noisy: Path, target: LocalTarget, tmp_path: Path) -> None:

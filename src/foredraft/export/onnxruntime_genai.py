@@ -58,9 +58,9 @@ def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Pat
     plan = RuntimePlan("onnxruntime-genai", VERSION, k, _COMMAND, settings, stored_weights=weights)
     with whole_folder(out) as folder:
         plain = write_plain(folder, fitted, target)
-        _build(plain, folder / DRAFT, weights)
+        build(plain, folder / DRAFT, weights)
         with TemporaryDirectory(prefix="foredraft-target-") as passing:
-            _build(write_target(target, Path(passing) / "target"), folder / TARGET, weights)
+            build(write_target(target, Path(passing) / "target"), folder / TARGET, weights)
         compose(folder, k)
         write_card(folder, fitted, target, plan, _use(weights), {"draft": DRAFT})
 
@@ -103,7 +103,13 @@ def _config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _build(source: Path, out: Path, weights: str) -> None:
+def build(source: Path, out: Path, weights: str) -> None:
+    """Write a transformers folder as the builder does, into a new folder.
+
+    Raises:
+        MissingExtraError: see builder_python.
+        CheckpointError: the builder failed, with its last words.
+    """
     with TemporaryDirectory(prefix="foredraft-builder-") as cache:
         command = [builder_python(), "-m", "onnxruntime_genai.models.builder", "-m", str(source.resolve())]
         command += ["-o", str(out), "-p", weights, "-e", "cpu", "-c", cache]

@@ -109,12 +109,20 @@ class Verification:
     @property
     def is_off(self) -> bool:
         """Whether nothing was drafted at all: the runtime took the draft and never used it."""
-        counted = self.counted
-        return counted.drafted == 0 or (counted.drafted is None and counted.accepted == 0)
+        return self._nothing_counts(self.counted)
+
+    def _nothing_counts(self, counts: Counted) -> bool:
+        """Return whether nothing is drafted, or accepted where the runtime does not say what it drafts."""
+        return (counts.accepted if self.counted.drafted is None else counts.drafted) == 0
 
     @property
     def faults(self) -> list[str]:
         """What is wrong; empty for a draft that does in the runtime what it does here."""
+        if self.is_off and self._nothing_counts(self.expected):
+            return [
+                f"On these prompts {self.runtime} has nothing to accept, by foredraft's own count: they prove nothing. "
+                "Give prompts whose answers repeat text, or longer answers."
+            ]
         if self.is_off:
             return [
                 f"{self.runtime} drafted no token: speculation is silently off. Compare the command in the draft's "

@@ -15,6 +15,7 @@ from foredraft.export.gguf_vocabulary import vocabulary_fields
 from foredraft.export.llamacpp import FILE as GGUF_FILE
 from foredraft.export.onnxruntime_genai import CONFIG as ONNX_CONFIG
 from foredraft.export.onnxruntime_genai import TARGET as ONNX_TARGET
+from foredraft.export.onnxruntime_genai import build
 from foredraft.export.openvino import MODEL as OPENVINO_MODEL
 from foredraft.export.openvino import convert
 from foredraft.export.plan import PLAN
@@ -110,11 +111,17 @@ def _write_openvino(target: LocalTarget, path: Path) -> Path:
     return path
 
 
+def _write_onnx(target: LocalTarget, path: Path) -> Path:
+    with TemporaryDirectory(prefix="foredraft-target-") as passing, whole_folder(path) as folder:
+        build(write_target(target, Path(passing) / "target"), folder, "fp32")
+    return path
+
+
 FORMS: Mapping[str, Form] = {
     "folder": Form(_folder, write_target),
     "gguf": Form(_gguf, _write_gguf, ".gguf"),
     "openvino": Form(_openvino, _write_openvino, "-openvino"),
-    "onnx": Form(_onnx, write_target),
+    "onnx": Form(_onnx, _write_onnx, "-onnx"),
 }
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from foredraft.core.errors import MissingExtraError
+from foredraft.ngram.prompt_lookup import PromptLookup
 from foredraft.verification.counting import Counting
+from foredraft.verification.lookups import EarliestLookup, Lookup, NgramSimple
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Runtime:
         tested: Beginnings of the versions that the worker was run with.
         form: What it reads, a key of forms.FORMS.
         install: Command that makes its environment.
-        lookup: How its own prompt lookup is counted; None where that does not match by the rule of lookups.py.
+        lookup: Its own prompt lookup; None where it has none.
     """
 
     worker: str
@@ -30,7 +32,7 @@ class Runtime:
     form: Literal["folder", "gguf", "openvino", "onnx"]
     counting: Counting
     install: str
-    lookup: Counting | None = None
+    lookup: Lookup | None = None
 
     def python(self, given: str = "") -> str:
         """Return the interpreter that runs it.
@@ -55,22 +57,36 @@ class Runtime:
 RUNTIMES: Mapping[str, Runtime] = {
     "transformers": Runtime(
         "in_transformers", "", ("5.24",), "folder", Counting(False, "spare"), "pip install foredraft",
-        lookup=Counting(False, "cropped"),
+        lookup=Lookup(Counting(False, "cropped"), lambda vocab_size, longest, *_: EarliestLookup(vocab_size, longest)),
     ),
     "vllm": Runtime(
         "in_vllm", "FOREDRAFT_VLLM_PYTHON", ("0.32",), "folder", Counting(True, "whole"),
-        "tools/runtimes.sh vllm DIR", lookup=Counting(True, "whole"),
+        "tools/runtimes.sh vllm DIR",
+        lookup=Lookup(
+            Counting(True, "whole"),
+            lambda vocab_size, longest, shortest, _: EarliestLookup(vocab_size, longest, shortest),
+            has_shortest=True,
+        ),
     ),
     "llama.cpp": Runtime(
         "in_llamacpp", "FOREDRAFT_XLLAMA_PYTHON", ("2026.10",), "gguf", Counting(True, "spare"),
         "tools/runtimes.sh llama DIR",
+        lookup=Lookup(
+            Counting(True, "spare"), lambda vocab_size, longest, _, k: NgramSimple(vocab_size, longest, k)
+        ),
     ),
     "openvino": Runtime(
         "in_openvino", "FOREDRAFT_OPENVINO_PYTHON", ("2026.4",), "openvino", Counting(True, "spare"),
         "tools/runtimes.sh openvino DIR",
+        lookup=Lookup(
+            Counting(True, "spare"), lambda vocab_size, longest, *_: EarliestLookup(vocab_size, longest, halves=True)
+        ),
     ),
     "onnxruntime-genai": Runtime(
-        "in_ort", "FOREDRAFT_ORT_PYTHON", ("0.18",), "onnx", Counting(False, "room"), "tools/runtimes.sh ort DIR"
+        "in_ort", "FOREDRAFT_ORT_PYTHON", ("0.18",), "onnx", Counting(False, "room"), "tools/runtimes.sh ort DIR",
+        lookup=Lookup(
+            Counting(False, "room"), lambda vocab_size, longest, *_: PromptLookup(vocab_size, longest, longest)
+        ),
     ),
     "mlx-lm": Runtime(
         "in_mlx", "FOREDRAFT_MLX_PYTHON", ("0.32",), "folder", Counting(False, "room"), "tools/runtimes.sh mlx DIR"

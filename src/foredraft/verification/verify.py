@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foredraft.catalog import unknown_name_message
-from foredraft.core.errors import CapabilityError, ModelError, PromptError, UnknownNameError
+from foredraft.core.errors import CapabilityError, ModelError, PromptError, UnknownNameError, UserError
 from foredraft.core.law import GREEDY
 from foredraft.core.options import read_options
 from foredraft.core.pair import PairFacts
@@ -30,7 +30,6 @@ from foredraft.verification.child import Job, Question, Replies, Reply, ask
 from foredraft.verification.counting import Counting, literal_counts
 from foredraft.verification.findings import CheckedPrompt, Difference, Verification, first_difference
 from foredraft.verification.forms import FORMS, Served, target_in
-from foredraft.verification.lookups import EarliestLookup
 from foredraft.verification.runtimes import RUNTIMES, Runtime
 
 _log = logging.getLogger(__name__)
@@ -84,12 +83,13 @@ def verify(
     if runtime not in RUNTIMES:
         raise UnknownNameError(unknown_name_message("runtime to verify in", runtime, RUNTIMES))
     chosen = RUNTIMES[runtime]
-    python, lookup = chosen.python(settings.python), _lookup(draft, chosen)
+    lookup = _lookup(draft, runtime, chosen)
+    python = chosen.python(settings.python)
     served = Served() if lookup else FORMS[chosen.form].served(draft)
     if served.weights:
         _refuse_by_rule(runtime, target, served.weights)
     k = settings.k or _planned(draft)
-    drafter, counting = _drafter(target, served.weights, lookup, chosen)
+    drafter, counting = _drafter(target, served.weights, lookup, chosen, k)
     asked = [(prompt.id, render(prompt, target.tokenizer)) for prompt in prompts]
     with (
         progress.task(f"verify in {runtime}", 3.0, "runs") as task,
@@ -177,25 +177,36 @@ def _refuse_by_rule(runtime: str, target: LocalTarget, source: str) -> None:
         raise CapabilityError(f"{runtime} does not take {source}: {reasons}")
 
 
-def _lookup(draft: str, runtime: Runtime) -> dict[str, int]:
+def _lookup(draft: str, name: str, runtime: Runtime) -> dict[str, int]:
     """Return the options of prompt lookup; empty for a draft that is a model.
 
     Raises:
-        CapabilityError: the runtime's own lookup is not one that foredraft follows.
+        CapabilityError: the runtime has no lookup of its own.
+        UserError: options that its lookup does not have, or lengths that cannot be.
     """
     if draft.partition(":")[0] != _LOOKUP:
         return {}
     if runtime.lookup is None:
         raise CapabilityError(
-            f"The lookup of {runtime.worker.removeprefix('in_')} matches by rules that are not known here."
+            f"{name} {', '.join(runtime.tested)} has no prompt lookup: it drafts with models alone. Verify an exported "
+            "draft in it, or the lookup in another runtime."
         )
-    return {"max_match": 3, "min_match": 1} | read_options(draft, {"max_match": int, "min_match": int})
+    options = read_options(draft, {"max_match": int, "min_match": int})
+    if "min_match" in options and not runtime.lookup.has_shortest:
+        raise UserError(f"The lookup of {name} has no shortest match to set: leave min_match out of {draft}.")
+    lengths: dict[str, int] = {"max_match": 3, "min_match": 1} | options
+    if not 1 <= lengths["min_match"] <= lengths["max_match"]:
+        raise UserError(f"{draft}: lookup needs 1 <= min_match <= max_match.")
+    return lengths
 
 
-def _drafter(target: LocalTarget, source: str, lookup: dict[str, int], runtime: Runtime) -> tuple[Drafter, Counting]:
+def _drafter(
+    target: LocalTarget, source: str, lookup: dict[str, int], runtime: Runtime, k: int
+) -> tuple[Drafter, Counting]:
     """Return what guesses here as the runtime's drafter does there, and how the runtime counts it."""
     if lookup and runtime.lookup is not None:
-        return EarliestLookup(target.vocab_size, lookup["max_match"], lookup["min_match"]), runtime.lookup
+        drafter = runtime.lookup.drafter(target.vocab_size, lookup["max_match"], lookup["min_match"], k)
+        return drafter, runtime.lookup.counting
     return load_drafter(source, target).bind(GREEDY), runtime.counting
 
 

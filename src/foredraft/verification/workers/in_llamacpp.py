@@ -67,9 +67,14 @@ def _params(job: dict[str, Any]) -> Any:
     params.port = 0
     params.endpoint_metrics = True
     params.warmup = False
-    if job["speculate"]:
+    kinds = xllamacpp.common_speculative_type
+    if job["speculate"] and job["lookup"]:
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        params.speculative.ngram_simple.size_n = job["lookup"]["max_match"]
+        params.speculative.ngram_simple.size_m = job["k"]
+    elif job["speculate"]:
         drafting = params.speculative.draft
-        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
         drafting.mparams.path = job["draft"]
         drafting.n_max, drafting.n_min, drafting.p_min = job["k"], 0, 0.0
         drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = job["threads"]

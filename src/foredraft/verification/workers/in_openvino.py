@@ -26,6 +26,8 @@ def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         law = openvino_genai.GenerationConfig(max_new_tokens=prompt["max_new_tokens"], do_sample=False, ignore_eos=True)
         if job["speculate"]:
             law.num_assistant_tokens = job["k"]
+            if job["lookup"]:
+                law.max_ngram_size = job["lookup"]["max_match"]
         ids = np.array([prompt["token_ids"]], dtype=np.int64)
         given = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         written = pipe.generate(given, law)
@@ -44,5 +46,9 @@ def _pipeline(job: dict[str, Any]) -> Any:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = _CACHE_GB
     scheduler.enable_prefix_caching = False
-    draft = {"draft_model": openvino_genai.draft_model(job["draft"], "CPU", **settings)} if job["speculate"] else {}
-    return openvino_genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **settings, **draft)
+    drafting: dict[str, Any] = {}
+    if job["speculate"] and job["lookup"]:
+        drafting = {"prompt_lookup": True}
+    elif job["speculate"]:
+        drafting = {"draft_model": openvino_genai.draft_model(job["draft"], "CPU", **settings)}
+    return openvino_genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **settings, **drafting)
