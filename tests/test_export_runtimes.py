@@ -101,6 +101,32 @@ def test_drafters_without_a_model_become_vllms_own(target: LocalTarget, tmp_path
         export_draft(Path("traffic"), target, "vllm", 3, tmp_path / "traffic")
 
 
+@pytest.mark.parametrize(
+    ("runtime", "settings"),
+    [
+        (
+            "llama.cpp",
+            {"--spec-type": "ngram-simple", "--spec-ngram-simple-size-n": 2, "--spec-ngram-simple-size-m": 3},
+        ),
+        ("openvino", {"prompt_lookup": True, "max_ngram_size": 2, "num_assistant_tokens": 3}),
+        ("onnxruntime-genai", {"ngram_size": 3, "max_draft_tokens": 3}),
+    ],
+)
+def test_prompt_lookup_becomes_settings_of_the_runtimes_own(
+    runtime: str, settings: dict[str, Any], target: LocalTarget, tmp_path: Path
+) -> None:
+    export_draft(Path("prompt-lookup:max_match=2"), target, runtime, 3, tmp_path / "out")
+    plan = json.loads((tmp_path / "out" / PLAN).read_text())
+    assert {name: plan["settings"][name] for name in settings} == settings
+    assert plan["num_draft_tokens"] == 3
+    if runtime == "llama.cpp":
+        assert plan["command"].endswith("--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 3")
+        with pytest.raises(UserError, match="max_match is 1 to 3, not 4"):
+            export_draft(Path("prompt-lookup:max_match=4"), target, runtime, 3, tmp_path / "longer")
+    with pytest.raises(UserError, match="takes max_match, not 'min_match'"):
+        export_draft(Path("prompt-lookup:min_match=2"), target, runtime, 3, tmp_path / "shortest")
+
+
 @pytest.mark.parametrize("word", ["eagle-", "eagle3", "dflash", "dspark"])
 def test_a_folder_name_that_vllm_reads_as_a_method_is_refused(
     word: str, target: LocalTarget, draft_folder: Path, tmp_path: Path

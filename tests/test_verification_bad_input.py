@@ -72,7 +72,7 @@ import json, pathlib, sys
 if "int4" in sys.argv:
     raise SystemExit("no such weights")
 out = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
-out.mkdir(parents=True)
+out.mkdir(parents=True, exist_ok=True)
 (out / "model.onnx").write_text(sys.argv[4])
 (out / "tokenizer.json").write_text("t")
 decoder = {{"filename": "model.onnx", "num_hidden_layers": len(sys.argv[4])}}

@@ -26,7 +26,15 @@ from tests.tiny import SPECIAL
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 TEXTS = ["a sea of oaks", "red owl", "0123", "the fog and the ink"]
-PROMPTS = [Prompt(f"p{i}", "none", ({"role": "user", "content": text},)) for i, text in enumerate(TEXTS)]
+# Parts of the circle that the circling target runs in, with other ends: the earliest match is not the latest.
+CIRCLES = ["P\\{ a P\\ b", "QmS Xm Qm", "/Q [/ B", "XBP\\{X"]
+
+
+def asked(texts: list[str]) -> list[Prompt]:
+    return [Prompt(f"p{i}", "none", ({"role": "user", "content": text},)) for i, text in enumerate(texts)]
+
+
+PROMPTS = asked(TEXTS)
 SETTINGS = VerifySettings(max_new_tokens=24)
 # Without padding rows: foredraft never emits them, and random weights let runtimes do so.
 SIZES = {"hidden": 128, "vocab_size": 260}
@@ -114,7 +122,7 @@ def test_the_runtimes_own_lookup_matches_as_foredraft_says(
     if runtime == "openvino":
         python_of(OPTIMUM_VARIABLE)
     settings = replace(SETTINGS, k=4, max_new_tokens=48, keep=targets)
-    found = verify(f"prompt-lookup:max_match={max_match}", circling, runtime, PROMPTS, settings)
+    found = verify(f"prompt-lookup:max_match={max_match}", circling, runtime, asked(CIRCLES), settings)
     print(runtime, max_match, found.version, found.counted, found.expected)
     assert found.faults == []
     assert (found.same_counts, found.same_text) == (len(PROMPTS), len(PROMPTS))

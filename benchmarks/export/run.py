@@ -42,11 +42,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--longest-prompt", type=int, default=70, help="tokens")
+    parser.add_argument(
+        "--domain", action="append", default=[], help="of the package's prompts; all where none is named"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--k", type=int, default=4)
     chosen = parser.parse_args()
     target = load_target(chosen.target, "float32")
-    prompts = spread(target, chosen.prompts, chosen.longest_prompt)
+    prompts = spread(target, chosen.prompts, chosen.longest_prompt, chosen.domain)
     settings = VerifySettings(chosen.k, chosen.max_new_tokens, seconds=3000.0, keep=chosen.out / "targets")
     chosen.out.mkdir(parents=True, exist_ok=True)
     remember_equal_runs(shelve.open(str(chosen.out / "decoded")), target.fingerprint)  # noqa: SIM115

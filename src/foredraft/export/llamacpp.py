@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from foredraft.core.errors import UserError
 from foredraft.core.files import whole_folder
 from foredraft.export.card import Use, inherited_licence
 from foredraft.export.fit import fitted_draft
@@ -15,6 +17,7 @@ from foredraft.export.gguf_tensors import TYPES, check_type, tensor_name
 from foredraft.export.gguf_types import module_types
 from foredraft.export.gguf_vocabulary import vocabulary_fields
 from foredraft.export.llama_quantize import llama_quantize
+from foredraft.export.lookup import lookup_match, write_lookup
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -23,7 +26,7 @@ FILE = "draft.gguf"
 
 
 def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: str = "f16", types: str = "") -> None:
-    """Write draft.gguf with the target's tokenizer, a model card and the plan.
+    """Write draft.gguf with the target's tokenizer, a model card and the plan; of `prompt-lookup` the plan alone.
 
     Args:
         type: Of the matrices: f32, f16, bf16, q8_0 and others of gguf_tensors.TYPES; `stored` keeps 8-bit units as q8_0
@@ -39,6 +42,9 @@ def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: 
         OutputError: the folder exists, or the disk is full; nothing is left behind.
         CheckpointError: the file does not hold what was in memory; nothing is left behind.
     """
+    if match := lookup_match(source):
+        write_lookup(_lookup_plan(match, k), target, out)
+        return
     given = _read_types(types)
     if type != "stored":
         check_type(type)
@@ -46,9 +52,7 @@ def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: 
     by_module = _by_module(fitted.model, given, type)
     vocabulary = vocabulary_fields(target)
     settings = {"--spec-type": "draft-simple", "--spec-draft-n-max": k, "--spec-draft-p-min": 0.0}
-    command = f"llama-server -m TARGET.gguf -md {FILE} " + " ".join(
-        f"{name} {value}" for name, value in settings.items()
-    )
+    command = f"llama-server -m TARGET.gguf -md {FILE} {_flags(settings)}"
     plan = RuntimePlan("llama.cpp", VERSION, k, command, settings)
     with whole_folder(out) as folder:
         name = f"Draft for {target.name}"
@@ -68,6 +72,20 @@ def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: 
         changes = (*fitted.changes, *filter(None, [fallen]))
         named = replace(fitted, changes=changes)
         write_card(folder, named, target, plan, _use(command, type), {"draft": FILE})
+
+
+def _lookup_plan(match: int, k: int) -> RuntimePlan:
+    """Return the plan of ngram-simple, which copies behind the latest occurrence of the last `match` tokens."""
+    if not 1 <= match <= k:
+        raise UserError(
+            f"ngram-simple drafts as many tokens as it matches, or more: max_match is 1 to {k}, not {match}."
+        )
+    settings = {"--spec-type": "ngram-simple", "--spec-ngram-simple-size-n": match, "--spec-ngram-simple-size-m": k}
+    return RuntimePlan("llama.cpp", VERSION, k, f"llama-server -m TARGET.gguf {_flags(settings)}", settings)
+
+
+def _flags(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _read_types(types: str) -> dict[str, str]:

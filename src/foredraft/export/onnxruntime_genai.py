@@ -18,6 +18,7 @@ from foredraft.core.programs import environment_elsewhere, last_words
 from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
 from foredraft.export.folder import write_card, write_plain, write_target
+from foredraft.export.lookup import lookup_match, write_lookup
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -33,7 +34,8 @@ _MOST_DRAFT_TOKENS = 16
 def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Path, weights: str = "fp32") -> None:
     """Write genai_config.json over target/ and draft/, and in plain/ the transformers folder that the draft is made of.
 
-    The head is whole, whatever rows the draft computes here. plain/ is what foredraft verify counts with.
+    The head is whole, whatever rows the draft computes here. plain/ is what foredraft verify counts with. Of
+    `prompt-lookup` there is a plan alone.
 
     Args:
         weights: fp32 or int4, of both models.
@@ -50,6 +52,10 @@ def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Pat
     if k > _MOST_DRAFT_TOKENS:
         raise UserError(f"ONNX Runtime GenAI takes at most {_MOST_DRAFT_TOKENS} draft tokens, not {k}.")
     refuse_existing(out)
+    if match := lookup_match(source):
+        lookup = {"ngram_size": match + 1, "max_draft_tokens": k}
+        write_lookup(RuntimePlan("onnxruntime-genai", VERSION, k, _LOOKUP_COMMAND, lookup), target, out)
+        return
     builder_python()
     fitted = fitted_draft(source, target)
     if getattr(fitted.model.config, "quantization_config", None):
@@ -65,6 +71,7 @@ def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Pat
         write_card(folder, fitted, target, plan, _use(weights), {"draft": DRAFT})
 
 
+_LOOKUP_COMMAND = "params.set_speculative_options(**SETTINGS)"
 _COMMAND = "onnxruntime_genai.Generator(Model(FOLDER), params).generate_next_token()"
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from foredraft.core.errors import CheckpointError, MissingExtraError, ModelError, UserError
 from foredraft.core.files import refuse_existing, whole_folder
@@ -15,6 +16,7 @@ from foredraft.core.programs import environment_elsewhere, last_words
 from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
 from foredraft.export.folder import write_card, write_plain
+from foredraft.export.lookup import lookup_match, write_lookup
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -22,6 +24,8 @@ VERSION = "2026.4"
 OPTIMUM_VARIABLE = "FOREDRAFT_OPTIMUM_CLI"
 MODEL = "openvino_model.xml"
 _WEIGHTS = ("fp32", "fp16", "int8", "int4")
+_EXACT: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+_LOOKUP_COMMAND = 'LLMPipeline(TARGET, "CPU", prompt_lookup=True)'
 _COMMAND = 'LLMPipeline(TARGET, "CPU", draft_model=draft_model(FOLDER, "CPU"))'
 
 
@@ -31,7 +35,7 @@ def export_openvino(
     """Write the folder that openvino_genai.draft_model reads, and in plain/ the transformers folder it is made from.
 
     The head is whole, whatever rows the draft computes here. plain/ is what foredraft verify counts with; OpenVINO does
-    not read it.
+    not read it. Of `prompt-lookup` there is a plan alone.
 
     Args:
         weights: fp32, fp16, int8 or int4.
@@ -47,11 +51,15 @@ def export_openvino(
     if weights not in _WEIGHTS:
         raise UserError(f"openvino: weights are {', '.join(_WEIGHTS)}, not {weights!r}.")
     refuse_existing(out)
+    if match := lookup_match(source):
+        settings = {"prompt_lookup": True, "max_ngram_size": match, "num_assistant_tokens": k} | _EXACT
+        write_lookup(RuntimePlan("openvino", VERSION, k, _LOOKUP_COMMAND, settings), target, out)
+        return
     optimum()
     fitted = fitted_draft(source, target)
     if getattr(fitted.model.config, "quantization_config", None):
         raise ModelError("The draft is rounded already: export its plain parent, with weights int8 or int4.")
-    settings = {"num_assistant_tokens": k, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    settings = {"num_assistant_tokens": k} | _EXACT
     plan = RuntimePlan("openvino", VERSION, k, _COMMAND, settings, stored_weights=weights)
     with whole_folder(out) as folder:
         plain = write_plain(folder, fitted, target)
