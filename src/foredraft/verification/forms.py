@@ -15,7 +15,7 @@ from foredraft.export.gguf_vocabulary import vocabulary_fields
 from foredraft.export.llamacpp import FILE as GGUF_FILE
 from foredraft.export.onnxruntime_genai import CONFIG as ONNX_CONFIG
 from foredraft.export.onnxruntime_genai import TARGET as ONNX_TARGET
-from foredraft.export.onnxruntime_genai import build
+from foredraft.export.onnxruntime_genai import build as build_onnx
 from foredraft.export.openvino import MODEL as OPENVINO_MODEL
 from foredraft.export.openvino import convert
 from foredraft.export.plan import PLAN
@@ -113,7 +113,7 @@ def _write_openvino(target: LocalTarget, path: Path) -> Path:
 
 def _write_onnx(target: LocalTarget, path: Path) -> Path:
     with TemporaryDirectory(prefix="foredraft-target-") as passing, whole_folder(path) as folder:
-        build(write_target(target, Path(passing) / "target"), folder, "fp32")
+        build_onnx(write_target(target, Path(passing) / "target"), folder, "fp32")
     return path
 
 
