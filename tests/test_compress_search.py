@@ -35,6 +35,7 @@ from foredraft.workspace import Workspace
 from tests.test_compress_gptq import answers
 from tests.test_compress_probe import bench, figures, made_trace
 from tests.tiny import save_tiny, tiny_model
+from tests.traces import build_trace, trace_row
 
 SLOW_MEMORY = Machine(1e6, 1e6, {"bfloat16": 1e12, "float32": 1e12}, 1e9, 10.0, 1.0, 0.0, 0.0)
 LIMITS = Limits(share=0.5)
@@ -189,6 +190,13 @@ def test_traces_that_scoring_or_healing_would_refuse_are_refused_before_the_sear
         searching.compress_draft(source, target, [other], CompressStep(**SMALL, heal=40), tmp_path / "out")
     with pytest.raises(RuntimeError, match="the search began"):
         searching.compress_draft(source, target, [other], CompressStep(**SMALL), tmp_path / "out")
+    rows = [
+        trace_row(row.id, row.prompt_ids.tolist(), row.answer_ids.tolist(), top=0, greedy=False) for row in trace.rows()
+    ]
+    made_by = {"tokenizer_fingerprint": target.tokenizer_fingerprint, "target_fingerprint": target.fingerprint}
+    bare = build_trace(tmp_path / "bare", rows, trace.info.law, top=0, **made_by)
+    with pytest.raises(TraceError, match=r"tvd_plus_plus needs them. It allows hard_cross_entropy; .* with top 64"):
+        searching.compress_draft(source, target, [bare], CompressStep(**SMALL, heal=40), tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--head", type=int, default=4)
     parser.add_argument("--eight", nargs="*", default=[], help="Patterns of units that get 8 bits all the same.")
-    parser.add_argument("--loss", default="forward_kl")
+    parser.add_argument("--loss", default="tvd_plus_plus")
     parser.add_argument("--method", choices=("nearest", "gptq"), default="nearest")
     parser.add_argument("--calibration", type=int, default=8)
     parser.add_argument("--answers", type=int, default=24)

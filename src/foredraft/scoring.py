@@ -268,7 +268,7 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
     if isinstance(drafter, CausalLMDrafter):
         passes = drafter.passes
         head_rows = len(drafter.draft.head_token_ids)
-        has_int8_body = bool(getattr(drafter.draft.model.config, "quantization_config", None))
+        has_int8_body = drafter.draft.is_quantized
     return DrafterFacts(
         drafter.kind,
         drafter.num_parameters,

@@ -28,6 +28,7 @@ from foredraft.core.protocols import Answer
 from foredraft.distill.init.head import frequent_rows
 from foredraft.distill.init.width import Importance, narrow_by
 from foredraft.distill.init.widths import Widths
+from foredraft.distill.limits import require_laws
 from foredraft.distill.resume import forget_points
 from foredraft.hardware.profile import load_profile
 from foredraft.healing import Finish, finish
@@ -70,7 +71,8 @@ def compress_draft(
     Raises:
         ModelError: the draft is quantized already.
         RecipeError: a group that does not divide the inputs of a matrix.
-        TraceError: a trace in other tokens, or one to heal on that another target wrote.
+        TraceError: a trace in other tokens, or one to heal on that another target wrote or that keeps too little of
+            its laws.
         UserError: there is no trace, or no point is within the limits.
         OutputError: the folder exists already.
     """
@@ -135,8 +137,10 @@ def _refuse_foreign(traces: Sequence[Trace], scored: Sequence[Trace], target: Lo
     """Raise before the search for what scoring and healing would refuse behind it."""
     for trace in scored:
         require_same(trace, target.name, tokenizer_fingerprint=target.tokenizer_fingerprint)
-    for trace in traces if step.heal.tokens else ():
-        require_same(trace, target.name, target_fingerprint=target.fingerprint)
+    if step.heal.tokens:
+        for trace in traces:
+            require_same(trace, target.name, target_fingerprint=target.fingerprint)
+        require_laws(step.heal.loss, traces)
 
 
 def _bench(trace: Trace, answers: int, step: CompressStep) -> Bench:

@@ -101,7 +101,10 @@ class HealSettings(Settings):
     """A short distillation of what is left, with its rounding in place: what is trained is what is written."""
 
     tokens: int = Field(0, ge=0, description="Answer positions trained on, repeats included; 0: none.")
-    loss: Losses = Field({"forward_kl": 1.0}, description="Loss names with weights.")
+    loss: Losses = Field(
+        {"tvd_plus_plus": 1.0},
+        description="Loss names with weights; all but hard_cross_entropy need a trace that keeps likely tokens.",
+    )
     learning_rate: float = Field(1e-4, gt=0.0)
     batch_tokens: int = Field(256, ge=1, description="Answer positions in one optimizer step, about.")
     seed: int = 0

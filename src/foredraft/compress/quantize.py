@@ -93,7 +93,7 @@ def require_plain(draft: Draft) -> None:
     Raises:
         ModelError: says which.
     """
-    if getattr(draft.model.config, "quantization_config", None):
+    if draft.is_quantized:
         raise ModelError(
             "The draft is quantized already, and only plain weights can be measured, cut or rounded: take its parent, "
             "the draft that it was rounded from."

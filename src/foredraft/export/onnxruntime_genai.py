@@ -58,7 +58,7 @@ def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Pat
         return
     builder_python()
     fitted = fitted_draft(source, target)
-    if getattr(fitted.model.config, "quantization_config", None):
+    if fitted.draft.is_quantized:
         raise ModelError("The draft is rounded already: export its plain parent, with weights int4.")
     settings = {"max_draft_tokens": k}
     plan = RuntimePlan("onnxruntime-genai", VERSION, k, _COMMAND, settings, stored_weights=weights)

@@ -57,7 +57,7 @@ def export_openvino(
         return
     optimum()
     fitted = fitted_draft(source, target)
-    if getattr(fitted.model.config, "quantization_config", None):
+    if fitted.draft.is_quantized:
         raise ModelError("The draft is rounded already: export its plain parent, with weights int8 or int4.")
     settings = {"num_assistant_tokens": k} | _EXACT
     plan = RuntimePlan("openvino", VERSION, k, _COMMAND, settings, stored_weights=weights)

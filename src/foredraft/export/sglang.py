@@ -31,7 +31,7 @@ def export_sglang(source: Path, target: LocalTarget, k: int, out: Path) -> Draft
         "--speculative-num-draft-tokens": k + 1,
         "--speculative-draft-model-quantization": "unquant",
     }
-    if fitted.model.config.to_dict().get("quantization_config"):
+    if fitted.draft.is_quantized:
         del settings["--speculative-draft-model-quantization"]
     command = "python -m sglang.launch_server --model-path TARGET " + " ".join(
         f"{name} {value}" for name, value in settings.items()

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
+from foredraft.models.quantized import quantization_plan
 
 _CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _MERGED = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3")
@@ -29,7 +30,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path, name: str) -> PreTrained
         ModelError: it is no adapter, not one that can be merged, or was made for another base.
     """
     config = _read_config(folder)
-    if getattr(model.config, "quantization_config", None):
+    if quantization_plan(model.config.to_dict()):
         raise ModelError(
             f"{name} is quantized, and an adapter cannot be merged into rounded weights: name the model of full "
             "precision that it was made from."

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from foredraft.core.errors import ModelError
 from foredraft.models.int8 import ActivationBits, Int8Linear
 from foredraft.models.packed import PackedLinear
+from foredraft.models.quantized import quantization_plan
 
 _MIXED = "mixed-precision"
 
@@ -140,7 +141,7 @@ def _read_groups(path: Path) -> list[_Group]:
     """Return the config groups of a folder, none if it holds one that this package does not write."""
     file = path / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    plan = config.get("quantization_config") or {}
+    plan = quantization_plan(config)
     if plan.get("quant_method") != "compressed-tensors" or plan.get("quantization_status") != "compressed":
         return []
     found = []

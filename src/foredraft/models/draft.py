@@ -16,6 +16,7 @@ from foredraft.checkpoint import DraftManifest, write_draft
 from foredraft.core.errors import CheckpointError, ModelError
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import load_model, without_bars
+from foredraft.models.quantized import quantization_plan
 
 HEAD_FILE = "head_token_ids.safetensors"
 
@@ -31,6 +32,11 @@ class Draft:
 
     model: PreTrainedModel
     head_token_ids: Int[Tensor, " kept"] = NO_IDS
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights of it are rounded to fewer bits."""
+        return bool(quantization_plan(self.model.config.to_dict()))
 
 
 def save_draft(

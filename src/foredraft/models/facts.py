@@ -19,7 +19,7 @@ from foredraft.core.errors import ModelError
 from foredraft.core.pair import ModelFacts
 from foredraft.models.foreign import head_sentence
 from foredraft.models.gguf_header import read_header
-from foredraft.models.quantized import missing_package
+from foredraft.models.quantized import missing_package, quantization_method
 from foredraft.models.tokenizer_facts import (
     adds,
     chat_template,
@@ -149,7 +149,7 @@ def _folder_side(source: str, path: Path, manifest: DraftManifest | None) -> Sid
         dtype=str(config.get("dtype") or config.get("torch_dtype") or next(iter(header.values()), "")),
         is_tied=bool(text_config.get("tie_word_embeddings", has_head is False)),
         has_head=has_head,
-        quantization=str((config.get("quantization_config") or {}).get("quant_method", "")),
+        quantization=quantization_method(config),
         has_integers=any(kind in _INTEGERS for kind in header.values()),
         tokenizer_class=str(named.get("tokenizer_class", "")),
         settings={name: value for name, value in settings.items() if name not in _BOOKKEEPING},

@@ -19,9 +19,14 @@ _PACKAGES: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+def quantization_plan(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the quantization_config of a config.json; empty for plain weights."""
+    return config.get("quantization_config") or {}
+
+
 def quantization_method(config: Mapping[str, Any]) -> str:
     """Return the quant_method of a config.json; empty for plain weights."""
-    return str((config.get("quantization_config") or {}).get("quant_method", ""))
+    return str(quantization_plan(config).get("quant_method", ""))
 
 
 def missing_package(config: Mapping[str, Any]) -> str:
