@@ -202,15 +202,16 @@ def test_the_verbs_work_alone_on_files_the_user_names(
     tmp_path: Path,
 ) -> None:
     common = ("--target", places["TARGET"], "--json")
-    drafters = [word for name in "dpqnl" for word in ("--drafter", tmp_path / name)]
+    drafters = [word for name in "dpqrnl" for word in ("--drafter", tmp_path / name)]
     small = ("--set", "num_draft_tokens=2", "--set", "audit_prompts=1", "--set", "cost_repeats=3")
     short = ("--set", "tokens=600", "--set", "batch_tokens=64")
+    thin = ("--set", "by=weights", "--set", "rank=4", "--set", "form=factored")
     steps: list[tuple[object, ...]] = [
         ("init", *common, "--trace", trace, "--set", "layers=first-2", "--set", "heal=linear", "--out", tmp_path / "i"),
         ("distill", *common, "--trace", trace, "--layers", "first-3", *short, "--out", tmp_path / "d"),
         ("prune", tmp_path / "d", *common, "--trace", trace, "--out", tmp_path / "p"),
         ("quantize", tmp_path / "d", *common, "--out", tmp_path / "q"),
-        ("low-rank", tmp_path / "d", *common, "--set", "by=weights", "--set", "rank=4", "--out", tmp_path / "r"),
+        ("low-rank", tmp_path / "d", *common, *thin, "--out", tmp_path / "r"),
         ("sensitivity", tmp_path / "d", *common, "--trace", trace, "--set", "answers=2", "--set", "probes=0"),
         ("build-ngram", *common, "--trace", trace, "--out", tmp_path / "n"),
         ("fit-law", tmp_path / "d", *common, "--set", "temperature=0.5", "--out", tmp_path / "l"),

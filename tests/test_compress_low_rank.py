@@ -39,6 +39,16 @@ def test_without_correlation_it_is_the_truncated_decomposition() -> None:
     assert torch.allclose(left @ right, u[:, :4] * s[:4] @ v[:4], atol=1e-5)
 
 
+def test_each_column_of_one_factor_is_as_long_as_its_row_of_the_other() -> None:
+    """However many positions were read: a learning rate must suit both."""
+    weight, x = torch.randn(20, 12, generator=torch.Generator().manual_seed(1)), inputs(12)
+    outer, inner = low_rank_factors(weight, 1000 * x.T @ x, 4)
+    torch.testing.assert_close(outer.norm(dim=0), inner.norm(dim=1), rtol=1e-3, atol=1e-6)
+    outer, inner = low_rank_factors(torch.zeros(20, 12), x.T @ x, 4)
+    assert bool((outer == 0).all())
+    assert bool(inner.isfinite().all())
+
+
 def test_no_matrix_of_that_rank_is_nearer_on_the_inputs() -> None:
     """The best outputs of rank r are the truncated decomposition of the outputs (Eckart and Young)."""
     weight, x = torch.randn(20, 12, generator=torch.Generator().manual_seed(1)), inputs(12)
@@ -61,7 +71,7 @@ def test_full_rank_is_the_identity_and_less_errs_more() -> None:
         errors.append(float((draft.model(tokens).logits - before).square().mean()))
         assert [cut.module for cut in cuts] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
         assert all(cut.parameters == rank * (64 + 32) for cut in cuts)
-        assert int(torch.linalg.matrix_rank(draft.model.model.layers[1].mlp.up_proj.weight, rtol=1e-4)) == rank
+        assert int(torch.linalg.matrix_rank(draft.model.model.layers[1].mlp.up_proj.product(), rtol=1e-4)) == rank
     assert errors[0] < 1e-6 < errors[1] < errors[2]
     assert torch.equal(model(tokens).logits, before)
 
@@ -90,9 +100,9 @@ def test_the_step_writes_a_plain_draft_and_says_what_factors_would_take(by: str,
         assert torch.equal(model.model.layers[layer].mlp.up_proj.weight, before.model.layers[layer].mlp.up_proj.weight)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     shown = StringIO()
-    Console(file=shown, width=200).print(rank_table(cuts, "out"))
+    Console(file=shown, width=200).print(rank_table(cuts, "out", step.form))
     assert "8,192" in shown.getvalue()
-    assert "3,840, 47%, which only a runtime that multiplies twice would read" in shown.getvalue()
+    assert "As factors (form=factored) they would be 3,840, 47%." in shown.getvalue()
 
 
 def test_the_inputs_choose_better_than_the_weights_alone(tmp_path: Path) -> None:

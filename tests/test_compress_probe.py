@@ -213,6 +213,14 @@ def rounded(workshop: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def factored(workshop: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, target, trace = workshop
+    folder = tmp_path_factory.mktemp("factored") / "draft"
+    low_rank_draft(source, target, [trace], LowRankStep(rank=2, by="weights", form="factored"), folder)
+    return folder
+
+
 SHRINKS = pytest.mark.parametrize(
     "shrink",
     [
@@ -226,11 +234,14 @@ SHRINKS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("form", ["rounded", "factored"])
 @SHRINKS
-def test_nothing_shrinks_a_quantized_draft(shrink: Callable, rounded: Path, workshop: tuple, tmp_path: Path) -> None:
+def test_nothing_shrinks_a_draft_that_is_not_plain(
+    shrink: Callable, form: str, workshop: tuple, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     _, target, trace = workshop
-    with pytest.raises(ModelError, match="quantized already.*take its parent"):
-        shrink(rounded, target, [trace], tmp_path / "out")
+    with pytest.raises(ModelError, match=r"(is quantized|holds factors) already.*take its parent"):
+        shrink(request.getfixturevalue(form), target, [trace], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -38,8 +38,10 @@ def test_every_operation_is_reloaded_in_a_process_of_its_own(
     compressing.quantize_draft(source, target, [trace], plan, tmp_path / "rounded")
     compressing.prune_draft(source, target, [trace], PruneStep(layers=1, ffn=32), tmp_path / "cut")
     factoring.low_rank_draft(source, target, [trace], LowRankStep(rank=8), tmp_path / "thin")
+    factors = LowRankStep(rank=8, form="factored")
+    factoring.low_rank_draft(source, target, [trace], factors, tmp_path / "thinner")
     token_ids = torch.arange(3, 20)[None]
-    for name in ("rounded", "cut", "thin"):
+    for name in ("rounded", "cut", "thin", "thinner"):
         here = reopened.logits_of(tmp_path / name, token_ids)
         assert torch.allclose(reopened.logits_in_new_process(tmp_path / name, token_ids), here, atol=1e-5)
     (tmp_path / "cut" / "model.safetensors").unlink()

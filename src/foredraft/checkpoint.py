@@ -13,6 +13,8 @@ from foredraft.core.files import whole_folder, write_json
 from foredraft.core.law import SamplingLaw
 
 MANIFEST = "foredraft.json"
+# Weights of a draft that holds factors. Other programs look for other names, and so take none of its matrices for new.
+FACTORS = "factored.safetensors"
 SCHEMA = 1
 _VERSIONED = ("foredraft", "torch", "transformers", "compressed-tensors")
 

@@ -73,8 +73,8 @@ def _smaller_parts(found: Mapping[str, Any]) -> list[RenderableType]:
     return shown
 
 
-def rank_table(cuts: Sequence[Mapping[str, Any]], title: str) -> Group:
-    """Return ranks, what outputs lost and what factors would take, by kind of matrix; see compress.low_rank.Cut."""
+def rank_table(cuts: Sequence[Mapping[str, Any]], title: str, form: str) -> Group:
+    """Return ranks, what outputs lost and what factors take, by kind of matrix; see compress.low_rank.Cut."""
     table = Table(title=title, title_justify="left")
     for column in ("matrix", "rank", "weights", "of its factors", "squared error of outputs"):
         table.add_column(column, justify="left" if column == "matrix" else "right")
@@ -86,11 +86,13 @@ def rank_table(cuts: Sequence[Mapping[str, Any]], title: str) -> Group:
         dense, thin = (sum(cut[what] for cut in found) for what in ("dense", "parameters"))
         table.add_row(kind, ", ".join(map(str, ranks)), f"{dense:,}", f"{thin:,}", f"{error:.4f}")
     dense, thin = (sum(cut[what] for cut in cuts) for what in ("dense", "parameters"))
-    note = (
-        f"Written as plain matrices, {dense:,} weights that every runtime loads: no smaller and no faster than before. "
-        f"Their factors hold {thin:,}, {thin / dense:.0%}, which only a runtime that multiplies twice would read."
-    )
-    return Group(table, note)
+    notes = {
+        "dense": f"Written as plain matrices, {dense:,} weights that every runtime loads: no smaller and no faster "
+        f"than before. As factors (form=factored) they would be {thin:,}, {thin / dense:.0%}.",
+        "factored": f"Written as factors, {thin:,} weights, {thin / dense:.0%} of the {dense:,} before, for foredraft "
+        "alone. export writes plain matrices, no smaller and no faster than before the cut.",
+    }
+    return Group(table, notes[form])
 
 
 def front_table(found: Mapping[str, Any]) -> Group:

@@ -16,6 +16,7 @@ from foredraft.core.law import SamplingLaw
 from foredraft.core.options import read_options
 from foredraft.core.protocols import Drafter, Observer, Speaker, TextReader, WeighsMemory
 from foredraft.lineage import manifest_for
+from foredraft.models.beside import hold_once
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
 from foredraft.models.foreign import refuse_foreign_head
@@ -38,6 +39,8 @@ def load_drafter(spec: str, target: Speaker, trust_remote_code: bool = False) ->
     """
     base, *wraps = split_spec(spec)
     drafter = _load_plain(base, target, trust_remote_code)
+    if isinstance(drafter, CausalLMDrafter) and isinstance(target, LocalTarget):
+        hold_once(drafter.draft.model, target.model)
     for wrap in wraps:
         factory, options = read_wrapper(wrap)
         wrapped = factory(drafter, partial(load_drafter, target=target, trust_remote_code=trust_remote_code), **options)

@@ -1,6 +1,6 @@
 """What the verb `low-rank` makes, from folder to folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +15,7 @@ from foredraft.core.progress import SILENT, Progress
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.factored import multiply_out
 from foredraft.models.reopened import refuse_changed_logits
 from foredraft.models.target import LocalTarget
 from foredraft.models.units import Unit, search_units
@@ -30,13 +31,14 @@ def low_rank_draft(
     out: Path,
     progress: Progress = SILENT,
 ) -> DraftManifest:
-    """Write a draft some of whose matrices have a lower rank, each as the plain matrix that its factors make.
+    """Write a draft some of whose matrices have a lower rank, as their factors or as the plain matrices these make.
 
-    The manifest's options hold, under "low_rank", what each matrix lost and what its factors would take.
+    The manifest's options hold, under "low_rank", what each matrix lost and what its factors take.
 
     Raises:
-        RecipeError: a pattern that matches no unit, or a rank that a matrix does not have.
-        ModelError: the draft is quantized already.
+        RecipeError: a pattern that matches no unit, a rank that a matrix does not have, or factors that would hold more
+            than their matrix.
+        ModelError: the draft is quantized or factored already.
         UserError: there are no answers to take inputs from.
         OutputError: the folder exists already.
     """
@@ -47,14 +49,29 @@ def low_rank_draft(
     units = [unit for unit in search_units(draft.model) if unit.layer >= 0 and fnmatchcase(unit.name, step.units)]
     if not units:
         raise RecipeError(f"units: the pattern {step.units!r} matches no unit of a layer, such as layers.0.qkv.")
+    ranks = {unit.name: step.rank or rank_within(draft, unit, step.share) for unit in units}
+    if step.form == "factored":
+        _refuse_growth(draft, units, ranks)
     batches = calibration_batches(sample_answers(traces, target, step.answers)) if step.by == "inputs" else []
-    ranks = {unit.name: step.rank or _rank(draft, unit, step.share) for unit in units}
     cut, cuts = cut_ranks(draft, ranks, batches, progress)
+    if step.form == "dense":
+        multiply_out(cut.model)
     manifest = replace(manifest, options={**manifest.options, "low_rank": [asdict(one) for one in cuts]})
     return save_draft(cut, out, manifest, target.tokenizer, refuse_changed_logits)
 
 
-def _rank(draft: Draft, unit: Unit, share: float) -> int:
+def rank_within(draft: Draft, unit: Unit, share: float) -> int:
     """Return the largest rank at which the factors of every matrix of a unit hold at most that share of its weights."""
     shapes = [draft.model.get_submodule(module).weight.shape for module in unit.modules]
     return max(1, min(int(share * rows * columns / (rows + columns)) for rows, columns in shapes))
+
+
+def _refuse_growth(draft: Draft, units: Sequence[Unit], ranks: Mapping[str, int]) -> None:
+    for unit in units:
+        for module in unit.modules:
+            (rows, columns), rank = draft.model.get_submodule(module).weight.shape, ranks[unit.name]
+            if rank * (rows + columns) >= rows * columns:
+                raise RecipeError(
+                    f"rank: two factors of rank {rank} hold {rank * (rows + columns):,} weights, {module} itself "
+                    f"{rows * columns:,}. Lower the rank, or write form: dense."
+                )

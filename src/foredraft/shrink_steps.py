@@ -154,6 +154,10 @@ class LowRankStep(Settings):
         description="What a factor keeps most of: outputs on the draft's own inputs, or the matrix (plain SVD).",
     )
     answers: int = Field(32, ge=1, description="inputs: answers of the target that they are taken from.")
+    form: Literal["dense", "factored"] = Field(
+        "dense",
+        description="dense writes the product, which every runtime reads; factored the factors, read here only.",
+    )
 
     @model_validator(mode="after")
     def _rank_or_share(self) -> "LowRankStep":

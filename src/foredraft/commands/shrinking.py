@@ -107,6 +107,8 @@ Examples:
 
     foredraft low-rank draft --target my-model --trace trace --set share=0.5 --out draft-thin
 
+    foredraft low-rank draft --target my-model --trace trace --set share=0.5 --set form=factored --out draft-thin
+
     foredraft low-rank draft --target my-model --set units=layers.*.down --set rank=64 --set by=weights --out draft-thin
 """
 )
@@ -120,7 +122,7 @@ def low_rank(
     adapter: Adapter = "",
     as_json: Json = False,
 ) -> None:
-    """Lower the rank of a draft's matrices; they are written as plain ones."""
+    """Lower the rank of a draft's matrices; they are written as plain ones, or as two thin ones each."""
     from foredraft.compress_tables import rank_table
     from foredraft.factoring import low_rank_draft
     from foredraft.recipe import settings_from
@@ -130,7 +132,7 @@ def low_rank(
     loaded = named_target(target, dtype, adapter)
     manifest = low_rank_draft(draft, loaded, opened_traces(traces, loaded), step, out, progress_bars())
     cuts = manifest.options["low_rank"]
-    print_figures(draft_figures(out, manifest) | {"matrices": cuts}, rank_table(cuts, str(out)), as_json)
+    print_figures(draft_figures(out, manifest) | {"matrices": cuts}, rank_table(cuts, str(out), step.form), as_json)
 
 
 @app.command(

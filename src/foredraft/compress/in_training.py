@@ -17,6 +17,7 @@ from foredraft.compress.quantize import Rounded, Rounder
 from foredraft.compress.rounding import product, to_integers
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
+from foredraft.models.linear import linear_of
 from foredraft.models.units import HEAD, search_units
 
 
@@ -83,9 +84,7 @@ def without_rounding(draft: Draft, scales: Mapping[str, Tensor]) -> tuple[Draft,
     model = copy.deepcopy(draft.model)
     for name, rounding in [*model.named_modules()]:
         if isinstance(rounding, RoundingLinear):
-            linear = nn.Linear(rounding.in_features, rounding.out_features, rounding.bias is not None, device="meta")
-            linear.weight, linear.bias = nn.Parameter(rounding.weight.detach(), requires_grad=False), rounding.bias
-            model.set_submodule(name, linear)
+            model.set_submodule(name, linear_of(rounding.weight, rounding.bias))
 
     def round_as_trained(module: str, weight: Float[Tensor, "out in"], weight_format: WeightFormat) -> Rounded:
         return _integers(weight, scales[module], weight_format.bits).to(torch.int8), scales[module]

@@ -16,6 +16,8 @@ from foredraft.core.errors import RecipeError
 from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.calibration import Batch, watch
 from foredraft.models.draft import Draft
+from foredraft.models.factored import FactoredLinear
+from foredraft.models.linear import linear_of
 from foredraft.models.units import search_units
 
 _DAMPING = 1e-4
@@ -27,8 +29,8 @@ class Cut:
 
     Attributes:
         rank: That it has now.
-        dense: Weights of the matrix itself, which is how it is written.
-        parameters: Of its two factors; a runtime that multiplies by them one after the other reads these.
+        dense: Weights of the matrix itself.
+        parameters: Of its two factors.
         error: Squared error of its outputs on the inputs that were read / their square.
     """
 
@@ -44,6 +46,8 @@ def low_rank_factors(
 ) -> tuple[Float[Tensor, "out rank"], Float[Tensor, "rank in"]]:
     """Return factors whose product is, of that rank, nearest to the weight in its outputs on the inputs.
 
+    Each column of the one is as long as its row of the other, so that one learning rate suits both.
+
     Args:
         covariance: Sum over positions of the outer product of the inputs, of any scale; the identity gives the plain
             singular value decomposition.
@@ -52,16 +56,15 @@ def low_rank_factors(
     size = _DAMPING * covariance.diagonal().mean().clamp(min=1e-12)
     root = torch.linalg.cholesky(covariance.double() + size.double() * torch.eye(len(covariance), dtype=torch.float64))
     left, values, right = torch.linalg.svd(weight.double() @ root, full_matrices=False)
-    inner = torch.linalg.solve_triangular(root, right[:rank], upper=False, left=False)
-    return (left[:, :rank] * values[:rank]).to(weight.dtype), inner.to(weight.dtype)
+    outer, inner = left[:, :rank], torch.linalg.solve_triangular(root, right[:rank], upper=False, left=False)
+    length = (values[:rank] / inner.norm(dim=1)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    return (outer * values[:rank] / length).to(weight.dtype), (length[:, None] * inner).to(weight.dtype)
 
 
 def cut_ranks(
     draft: Draft, ranks: dict[str, int], batches: Sequence[Batch], progress: Progress = SILENT
 ) -> tuple[Draft, list[Cut]]:
-    """Return the draft with some matrices of lower rank, written out as the plain matrices that they were.
-
-    No runtime loads factors in the place of a matrix: what is gained is what healing and sharing need, not bytes.
+    """Return the draft with some matrices of lower rank, as their factors; see models.factored.multiply_out.
 
     Args:
         draft: Left as it was; embeddings and head are shared.
@@ -105,11 +108,12 @@ def _covariance(model: nn.Module, module: str, batches: Sequence[Batch]) -> Floa
 
 def _cut(model: nn.Module, module: str, rank: int, covariance: Float[Tensor, "in in"]) -> Cut:
     linear = model.get_submodule(module)
-    weight = linear.weight.detach().clone()
-    left, right = low_rank_factors(weight, covariance, rank)
-    linear.weight.data = (left.double() @ right.double()).to(weight.dtype)
-    error = _error(weight, linear.weight.detach(), covariance)
-    return Cut(module, rank, weight.numel(), left.numel() + right.numel(), error)
+    weight = linear.weight.detach()
+    outer, inner = low_rank_factors(weight, covariance, rank)
+    factored = FactoredLinear(linear_of(inner), linear_of(outer, linear.bias))
+    model.set_submodule(module, factored)
+    error = _error(weight, factored.product(), covariance)
+    return Cut(module, rank, weight.numel(), outer.numel() + inner.numel(), error)
 
 
 def _error(before: Tensor, after: Tensor, covariance: Tensor) -> float:

@@ -13,6 +13,7 @@ from foredraft.core.errors import ModelError
 from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.compressed import WeightFormat, quantization_config
 from foredraft.models.draft import Draft
+from foredraft.models.factored import has_factors
 from foredraft.models.int8 import ActivationBits, Int8Linear, body_linears
 from foredraft.models.packed import PackedLinear
 from foredraft.models.units import HEAD, Unit, search_units, unit_bytes
@@ -88,7 +89,7 @@ def quantize_int8(draft: Draft, activation_bits: ActivationBits) -> Draft:
 
 
 def require_plain(draft: Draft) -> None:
-    """Raise unless a draft has linear layers and none of them is rounded.
+    """Raise unless a draft has linear layers and none of them is rounded or factored.
 
     Raises:
         ModelError: says which.
@@ -97,6 +98,11 @@ def require_plain(draft: Draft) -> None:
         raise ModelError(
             "The draft is quantized already, and only plain weights can be measured, cut or rounded: take its parent, "
             "the draft that it was rounded from."
+        )
+    if has_factors(draft.model):
+        raise ModelError(
+            "The draft holds factors already, and only plain weights can be measured, cut or rounded: take its parent, "
+            "the draft that they were cut from. What trains it is foredraft distill."
         )
     if not body_linears(draft.model):
         raise ModelError(

@@ -32,7 +32,7 @@ class ModelFacts:
 
     Attributes:
         source: As the user named it.
-        form: "folder" (transformers), "gguf" or "model-free".
+        form: "folder" (transformers), "factored" (of such matrices, read here only), "gguf" or "model-free".
         kind: "causal-lm", the foredraft kind of a model-free draft, or what else the model is.
         num_rows: Rows of the embeddings, padding included; 0 where there is no model.
         tokens: Text of each token as its tokenizer writes it, by id; padding rows are none.

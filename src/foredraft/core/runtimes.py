@@ -16,6 +16,8 @@ _LLAMACPP_FIRST_COMPARED = 5
 _BLOCK = 256
 VLLM_PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 _TRANSPLANT = "Make the draft from the target, or give it the target's vocabulary."
+_FACTORED = {"factored": "holds factors in the place of matrices"}
+_UNREAD = {"gguf": "is a GGUF file", **_FACTORED}
 _FOLDER_FIRST = "Name the transformers folder, or write one: foredraft export DRAFT --target TARGET --out FOLDER."
 
 
@@ -138,6 +140,7 @@ def llamacpp(pair: PairFacts) -> Iterator[Finding]:
     if pair.draft.form == "model-free":
         yield _without_model("llama.cpp", "its own lookup cache (llama-lookup -lcs)")
         return
+    yield from _unread(pair, "the converter of llama.cpp", _FACTORED)
     target, draft = pair.target, pair.draft
     if target.tokenizer_kind != draft.tokenizer_kind:
         yield Finding(
@@ -235,9 +238,15 @@ def _pad_to(rows: int) -> str:
 def _needs_folders(pair: PairFacts, runtime: str) -> Iterator[Finding]:
     if pair.draft.form == "model-free":
         yield _without_model(runtime, "the runtime's own n-gram speculation, if it has one")
+    yield from _unread(pair, runtime, _UNREAD)
+
+
+def _unread(pair: PairFacts, runtime: str, forms: Mapping[str, str]) -> Iterator[Finding]:
     for whose, facts in (("target", pair.target), ("draft", pair.draft)):
-        if facts.form == "gguf":
-            yield Finding(f"The {whose} is a GGUF file; {runtime} reads a transformers folder.", _FOLDER_FIRST, True)
+        if facts.form in forms:
+            yield Finding(
+                f"The {whose} {forms[facts.form]}; {runtime} reads a transformers folder.", _FOLDER_FIRST, True
+            )
 
 
 def _without_model(runtime: str, instead: str) -> Finding:

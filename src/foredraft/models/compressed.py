@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from foredraft.core.errors import ModelError
+from foredraft.models.assembled import assembled
 from foredraft.models.int8 import ActivationBits, Int8Linear
 from foredraft.models.packed import PackedLinear
 from foredraft.models.quantized import quantization_plan
@@ -97,26 +95,12 @@ def load_compressed(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: its weights are not those that its config.json asks for.
     """
     groups = _read_groups(path)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for name, linear in linears.items():
+
+    def swap(name: str, linear: nn.Linear, _: Mapping[str, torch.Tensor]) -> nn.Module:
         weight_format = _format_of(name, groups)
-        if weight_format is not None:
-            model.set_submodule(name, _empty(linear, weight_format))
-    state = {
-        name: tensor.to(dtype) if tensor.is_floating_point() and not name.endswith(".weight_scale") else tensor
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    _, unknown = model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    absent = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if absent or unknown:
-        fault = f"lacks {absent[0]}" if absent else f"holds {unknown[0]}, which config.json does not ask for"
-        raise ModelError(f"{path / 'model.safetensors'} {fault}. Quantize the draft again.")
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model.eval()
+        return linear if weight_format is None else _empty(linear, weight_format)
+
+    return assembled(path / "model.safetensors", dtype, swap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A trained draft in memory, and as a folder that stock transformers loads."""
+"""A trained draft in memory, and as a folder that stock transformers loads, unless it holds factors."""
 
 import json
 from collections.abc import Callable
@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foredraft.checkpoint import DraftManifest, write_draft
+from foredraft.checkpoint import FACTORS, DraftManifest, write_draft
 from foredraft.core.errors import CheckpointError, ModelError
+from foredraft.models.factored import has_factors
 from foredraft.models.head import NO_IDS
 from foredraft.models.loading import load_model, without_bars
 from foredraft.models.quantized import quantization_plan
@@ -26,7 +27,7 @@ class Draft:
     """A causal language model that guesses for a target.
 
     Attributes:
-        model: A plain transformers model with its full head.
+        model: A transformers model with its full head; its layers may be rounded or factored.
         head_token_ids: Rows of the head that are computed, increasing; empty for all.
     """
 
@@ -47,6 +48,8 @@ def save_draft(
     finish: Callable[[Path, PreTrainedModel], None] = lambda folder, model: None,
 ) -> DraftManifest:
     """Write a draft as a folder that transformers loads, with its manifest; return the manifest complete.
+
+    One that holds factors is written under a name that only `load_draft` knows.
 
     Args:
         finish: Called with the folder before it gets its name, and the model; what it raises leaves nothing behind.
@@ -93,6 +96,8 @@ def _fill(folder: Path, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> Non
             "transformers does not write weights of this format that it has read, as those of bitsandbytes: go on from "
             "the draft that they were made from."
         ) from error
+    if has_factors(draft.model):
+        (folder / "model.safetensors").rename(folder / FACTORS)
     tokenizer.save_pretrained(folder)
     if len(draft.head_token_ids):
         save_file({"head_token_ids": draft.head_token_ids.contiguous()}, folder / HEAD_FILE)

@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer
 
-from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
+from foredraft.checkpoint import FACTORS, MANIFEST, DraftManifest, read_manifest
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import ModelError
 from foredraft.core.pair import ModelFacts
@@ -132,6 +132,7 @@ def _folder_side(source: str, path: Path, manifest: DraftManifest | None) -> Sid
     stops = settings.get("eos_token_id", text_config.get("eos_token_id"))
     facts = ModelFacts(
         source=source,
+        form="factored" if (path / FACTORS).is_file() else "folder",
         architecture=architecture,
         num_rows=int(text_config.get("vocab_size") or 0),
         tokens=tokens,

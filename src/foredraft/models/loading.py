@@ -33,10 +33,12 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from foredraft.checkpoint import FACTORS
 from foredraft.core.digest import digest_of
 from foredraft.core.errors import CapabilityError, ModelError
 from foredraft.models.adapter import merge_adapter
 from foredraft.models.compressed import is_compressed, load_compressed
+from foredraft.models.factored import load_factored
 from foredraft.models.few_rows import speed_up_few_rows
 from foredraft.models.gguf import read_gguf
 from foredraft.models.kept_packing import keep_packing
@@ -260,6 +262,8 @@ def _load_gguf(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
 
 def _read_folder(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     _refuse_missing_package(path)
+    if (path / FACTORS).is_file():
+        return load_factored(path, dtype), _NOTHING_MISSING
     if is_compressed(path):
         return load_compressed(path, dtype), _NOTHING_MISSING
     return AutoModelForCausalLM.from_pretrained(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from foredraft.core.errors import RecipeError
+from foredraft.core.errors import ModelError, RecipeError
 from foredraft.core.protocols import Answer
 from foredraft.distill.init.cut import parse_layers
 from foredraft.distill.init.heal import heal_linear
@@ -16,6 +16,7 @@ from foredraft.distill.init.shared import bytes_beside_target, fold_factors, sha
 from foredraft.distill.init.width import narrow
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
 from foredraft.models.calibration import calibration_batches
+from foredraft.models.factored import has_factors
 from foredraft.models.layers import keep_layers
 from foredraft.models.light.model import LightForCausalLM
 from foredraft.models.light.scratch import LightShape, light_net
@@ -43,6 +44,8 @@ def build(target: PreTrainedModel, source: PreTrainedModel, step: InitStep, answ
         ModelError: the source is not built as what the step does to it asks for.
     """
     require_possible(source.config, step)
+    if has_factors(source):
+        raise ModelError(f"{step.source} holds factors: start from the draft that they were cut from.")
     layers = parse_layers(step.layers, source.config.get_text_config().num_hidden_layers)
     widths = _widths(step)
     if step.source == "scratch":

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
 from foredraft.models.layers import layer_stack
+from foredraft.models.linear import linear_of
 
 
 @final
@@ -80,13 +81,7 @@ def fold_factors(model: PreTrainedModel) -> PreTrainedModel:
     """Make every shared matrix of a model one dense linear layer again, in place; return the model."""
     for name, shared in [*model.named_modules()]:
         if isinstance(shared, SharedLinear):
-            rows, columns = shared.basis.shape[0], shared.weight.shape[1]
-            linear = nn.Linear(columns, rows, bias=shared.bias is not None, device="meta")
-            linear.weight = nn.Parameter((shared.basis @ shared.weight).detach())
-            if shared.bias is not None:
-                linear.bias = nn.Parameter(shared.bias.detach())
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, linear)
+            model.set_submodule(name, linear_of(shared.basis @ shared.weight, shared.bias))
     return model
 
 
