@@ -93,6 +93,7 @@ def test_it_drafts_and_replays_as_its_dense_twin(workshop: tuple) -> None:
     assert len(drawn.token_ids) == 4
 
 
+@pytest.mark.slow
 def test_training_moves_both_factors_and_keeps_their_rank(workshop: tuple, tmp_path: Path) -> None:
     root, target, trace = workshop
     step = DistillStep(loss={"tvd_plus_plus": 1.0}, tokens=60, batch_tokens=30, learning_rate=1e-2)
@@ -105,6 +106,7 @@ def test_training_moves_both_factors_and_keeps_their_rank(workshop: tuple, tmp_p
         assert not torch.equal(module.outer.weight, before[name].outer.weight)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_export_is_dense_and_says_what_that_costs(workshop: tuple, tmp_path: Path) -> None:
     root, target, _ = workshop
@@ -152,6 +154,7 @@ def test_layers_are_not_taken_from_factors(workshop: tuple, tmp_path: Path) -> N
         verbs.init_draft(target, [trace], step, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_missing_or_of_another_model_is_named(workshop: tuple, tmp_path: Path) -> None:
     root, target, _ = workshop
     draft = load_draft(root / "factored", "float32")
@@ -179,6 +182,7 @@ def test_a_factor_that_is_missing_or_of_another_model_is_named(workshop: tuple, 
     assert (tmp_path / "lost" / MANIFEST).is_file()
 
 
+@pytest.mark.slow
 def test_what_a_draft_has_in_common_with_its_target_is_held_once(workshop: tuple, tmp_path: Path) -> None:
     root, target, _ = workshop
     draft = load_draft(root / "factored", "float32")
