@@ -1,4 +1,4 @@
-"""Bits by unit at equal bytes: chosen by measured acceptance, by measured log-likelihood, or the same for all.
+"""Bits by unit at equal bytes: by measured acceptance, by log-likelihood, by Fisher's ranking, or the same for all.
 
     python benchmarks/compress/bits.py DRAFT TRAIN_TRACE EVAL_TRACE --train 8 --answers 50 > bits.md
 
@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--formats", nargs="+", default=["3/32", "4/32", "5/32", "6/32", "8"], help="Smallest first.")
     parser.add_argument("--uniform", default="4/32", help="What all units have in the plan to beat.")
+    parser.add_argument("--fisher", type=Path, help="What `foredraft sensitivity DRAFT ... --json` printed.")
     parser.add_argument("--notes", type=Path, default=Path("bits-probes.json"), help="Probes that were made already.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -65,15 +67,20 @@ def main() -> None:
     uniform = _format(asked.uniform)
     budget = sum(_bytes(draft, unit, uniform) for unit in units.values())
     plans = {f"uniform, {uniform.name}": dict.fromkeys(units, uniform)}
-    for number, measure_name in enumerate(MEASURES):
+    per_error = {  # what a unit loses for each unit of its squared rounding error
+        name: {unit: max(0.0, losses[unit][at]) / errors[unit][0] for unit in units} for at, name in enumerate(MEASURES)
+    }
+    if asked.fisher:
+        per_error["Fisher"] = _fisher_per_error(draft, units, asked.fisher)
+    for by, lost in per_error.items():
         options = {
-            name: tuple(
-                Option(chosen, _bytes(draft, unit, chosen), max(0.0, losses[name][number]) * error / errors[name][0])
-                for chosen, error in zip(formats, errors[name], strict=True)
+            unit: tuple(
+                Option(chosen, _bytes(draft, units[unit], chosen), lost[unit] * error)
+                for chosen, error in zip(formats, errors[unit], strict=True)
             )
-            for name, unit in units.items()
+            for unit in units
         }
-        plans[f"by {measure_name}"] = {unit: one.weight_format for unit, one in assign(options, budget).items()}
+        plans[f"by {by}"] = {unit: one.weight_format for unit, one in assign(options, budget).items()}
     reports = {name: measure(simulated(draft, plan), held_out) for name, plan in plans.items()}
     print(f"{asked.draft.name} for {trace.info.target}, {trace.info.law}, {len(held_out.rows)} held-out answers")
     print(f"| bits | MB a step | expected_acceptance | tokens per call, k={asked.k} | units by format |")
@@ -93,11 +100,20 @@ def main() -> None:
 
 
 def _compare(reports: Mapping[str, AcceptanceReport]) -> None:
-    best = reports["by acceptance"]
-    for name, report in reports.items():
-        if report is not best:
-            change = paired_difference(best, report, expected_acceptance, np.random.default_rng(0)).difference
-            print(f"by acceptance against {name}: {change.value:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
+    for one, other in combinations(reversed(reports), 2):
+        change = paired_difference(
+            reports[one], reports[other], expected_acceptance, np.random.default_rng(0)
+        ).difference
+        print(f"{one} against {other}: {change.value:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
+
+
+def _fisher_per_error(draft: Draft, units: Mapping[str, Unit], sensitivity: Path) -> dict[str, float]:
+    """Return Fisher's error of each unit / its squared rounding error, both in the format of a map of sensitivity."""
+    found = json.loads(sensitivity.read_text())
+    bits, _, group = found["format"].removeprefix("int").partition("-g")
+    chosen = _format(f"{bits}/{group}")
+    fisher = {one["unit"]: one["fisher"] for one in found["units"]}
+    return {name: fisher[name] / _error(draft, unit, chosen) for name, unit in units.items()}
 
 
 def _losses(
