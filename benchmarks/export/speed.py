@@ -4,11 +4,11 @@
     python benchmarks/export/speed.py --runtime llama.cpp --target TARGET --draft exports/six-f16 exports/small \\
         --source DRAFT SMALL --k 1 2 3 --type q8_0 --keep exports
 
-Answers are the target's own greedy ones, as long as they are in the first run. The runtime is started once for each
-row, and for plain decoding before and behind all of them; each prompt is asked --repeats times and its median counts;
-the first answer of each start is left out. Several drafts take turns, and each at its best length is set against the
-first at its best, paired by prompt. A speedup is seconds of all plain requests / seconds of all with the draft,
-prompts included, with a 95 % interval by bootstrap over prompts.
+Answers are the target's own greedy ones, as long as they are in the first run. The runtime is started --repeats times
+for each row, in turns with plain decoding: a start is set against the mean of the plain ones before and behind it,
+since machines change their speed by the minute. The first answer of each start is left out. A speedup is seconds of all
+plain requests / seconds of all with the draft, prompts included, with a 95 % interval by bootstrap over prompts; each
+further draft at its best length is set against the first at its best, paired by prompt.
 
 Two predictions stand beside it: foredraft's own (SOURCE's foredraft.json: PyTorch in float32), and tokens per guess as
 counted here / (1 + k x cost), cost being the draft's seconds a token where this runtime serves it alone / the target's.
@@ -17,7 +17,7 @@ vLLM runs in float32 without compilation; llama.cpp with its defaults, the targe
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,24 @@ _HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Answers of one start: median seconds [prompts], and of one pass over them tokens, blocks, accepted tokens."""
+    """Answers of one start: seconds [prompts]; tokens, blocks, accepted tokens."""
 
     seconds: np.ndarray
     tokens: int
     blocks: int
     accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Starts of one kind, and the seconds [prompts] of plain decoding around them."""
+
+    plain: np.ndarray
+    found: Timed
+
+    @property
+    def speedup(self) -> float:
+        return float(self.plain.sum() / self.found.seconds.sum())
 
 
 def main() -> None:
@@ -61,7 +73,7 @@ def main() -> None:
     parser.add_argument("--domains", nargs="*", default=[], help="of the package's own prompts; all without")
     parser.add_argument("--longest-prompt", type=int, default=120, help="tokens")
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--type", default="q8_0", help="of a target that is written as GGUF")
     parser.add_argument("--keep", type=Path, default=Path("targets"), help="folder for the target as GGUF")
@@ -76,24 +88,24 @@ def main() -> None:
     job = Job(place, served[0], max(chosen.k), questions, {}, chosen.threads, is_exact=False)
     first = replies(chosen.runtime, job, speculate=False)
     job = replace(job, questions=cut(questions, first, stops))
-    before = timed(chosen, job, False)
-    drafted = {(k, draft): timed(chosen, replace(job, k=k, draft=draft), True) for k in chosen.k for draft in served}
-    alone = {draft: timed(chosen, replace(job, target=Path(draft)), False) for draft in served}
-    plain = join(before, timed(chosen, job, False))
+    starts = {(draft, k): (replace(job, k=k, draft=draft), True) for draft in served for k in chosen.k}
+    starts |= {(draft, 0): (replace(job, target=Path(draft)), False) for draft in served}
+    turns = in_turns(chosen, job, starts)
+    tokens = sum(question.max_new_tokens for question in job.questions)
     rows, best = [], []
     for number, draft in enumerate(served):
-        cost = float((alone[draft].seconds.sum() / alone[draft].tokens) / (plain.seconds.sum() / plain.tokens))
+        alone = turns[draft, 0]
+        cost = alone.found.seconds.sum() / alone.plain.sum() * tokens / alone.found.tokens
         source = chosen.source[number] if number < len(chosen.source) else None
-        found = {k: drafted[k, draft] for k in chosen.k}
-        rows += [as_row(chosen, number, source, k, plain, found[k], cost) for k in chosen.k]
-        best.append(min(found.values(), key=lambda timed: float(timed.seconds.sum())))
+        found = {k: turns[draft, k] for k in chosen.k}
+        rows += [as_row(chosen, number, source, k, found[k], float(cost)) for k in chosen.k]
+        best.append(max(found.values(), key=lambda one: one.speedup))
     print(_HEADER)
     for row in rows:
         print(f"| {' | '.join(map(str, row.values()))} |")
     for name, one in zip(chosen.draft[1:], best[1:], strict=True):
-        print(
-            f"{Path(name).name} at its best: {ratio(best[0], one)} times as fast as {Path(chosen.draft[0]).name} at its"
-        )
+        first_name, speedup = Path(chosen.draft[0]).name, against(best[0], one)
+        print(f"{Path(name).name} at its best length: {speedup} times as fast as {first_name} at its")
     if chosen.out:
         chosen.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
@@ -132,35 +144,64 @@ def cut(questions: Sequence[Question], found: Sequence[Reply], stops: set[int]) 
     )
 
 
+def in_turns(
+    chosen: argparse.Namespace, plainly: Job, starts: Mapping[tuple[str, int], tuple[Job, bool]]
+) -> dict[tuple[str, int], Turns]:
+    """Time every start --repeats times, plain decoding before and behind each."""
+    seen: dict[tuple[str, int], list[Turns]] = {key: [] for key in starts}
+    for _ in range(chosen.repeats):
+        before = timed(chosen, plainly, False)
+        for key, (job, speculate) in starts.items():
+            found, after = timed(chosen, job, speculate), timed(chosen, plainly, False)
+            seen[key].append(Turns((before.seconds + after.seconds) / 2, found))
+            before = after
+    return {key: together(some) for key, some in seen.items()}
+
+
 def timed(chosen: argparse.Namespace, job: Job, speculate: bool) -> Timed:
-    found = replies(chosen.runtime, replace(job, questions=job.questions * chosen.repeats), speculate)
-    once = found[: len(job.questions)]
-    seconds = np.array([reply.seconds for reply in found]).reshape(chosen.repeats, -1)
-    tokens = sum(len(reply.token_ids) for reply in once)
-    blocks = sum(reply.counted.blocks or 0 for reply in once)
-    return Timed(np.median(seconds, 0), tokens, blocks, sum(reply.counted.accepted for reply in once))
+    found = replies(chosen.runtime, job, speculate)
+    seconds = np.array([reply.seconds for reply in found])
+    tokens = sum(len(reply.token_ids) for reply in found)
+    blocks = sum(reply.counted.blocks or 0 for reply in found)
+    return Timed(seconds, tokens, blocks, sum(reply.counted.accepted for reply in found))
 
 
-def join(one: Timed, other: Timed) -> Timed:
-    return replace(one, seconds=(one.seconds + other.seconds) / 2)
+def together(some: Sequence[Turns]) -> Turns:
+    plain = np.mean([one.plain for one in some], 0)
+    found = np.mean([one.found.seconds for one in some], 0)
+    return Turns(plain, replace(some[0].found, seconds=found))
 
 
-def ratio(one: Timed, other: Timed) -> str:
-    """Return how many times as fast the other is, with its interval by bootstrap over prompts."""
-    drawn = np.random.default_rng(0).integers(len(one.seconds), size=(2000, len(one.seconds)))
-    low, high = np.quantile(one.seconds[drawn].sum(1) / other.seconds[drawn].sum(1), [0.025, 0.975])
-    return f"{one.seconds.sum() / other.seconds.sum():.2f} ({low:.2f}..{high:.2f})"
+def with_interval(value: Callable[[np.ndarray], np.ndarray], prompts: int) -> str:
+    """Return what `value` says of all prompts [1, prompts], with its interval by bootstrap over them."""
+    drawn = np.random.default_rng(0).integers(prompts, size=(2000, prompts))
+    low, high = np.quantile(value(drawn), [0.025, 0.975])
+    return f"{value(np.arange(prompts)[None])[0]:.2f} ({low:.2f}..{high:.2f})"
+
+
+def ratio(turns: Turns) -> str:
+    plain, found = turns.plain, turns.found.seconds
+    return with_interval(lambda drawn: plain[drawn].sum(1) / found[drawn].sum(1), len(plain))
+
+
+def against(one: Turns, other: Turns) -> str:
+    """Return the other's speedup / that of the one."""
+
+    def speedup(turns: Turns, drawn: np.ndarray) -> np.ndarray:
+        return np.asarray(turns.plain[drawn].sum(1) / turns.found.seconds[drawn].sum(1))
+
+    return with_interval(lambda drawn: speedup(other, drawn) / speedup(one, drawn), len(one.plain))
 
 
 def as_row(
-    chosen: argparse.Namespace, number: int, source: Path | None, k: int, plain: Timed, found: Timed, cost: float
+    chosen: argparse.Namespace, number: int, source: Path | None, k: int, turns: Turns, cost: float
 ) -> dict[str, Any]:
-    per_guess = 1.0 + found.accepted / max(found.blocks, 1)
+    per_guess = 1.0 + turns.found.accepted / max(turns.found.blocks, 1)
     return {
         "runtime": chosen.runtime,
         "draft": Path(chosen.draft[number]).name,
         "k": k,
-        "measured": ratio(plain, found),
+        "measured": ratio(turns),
         "tokens_per_guess": round(per_guess, 2),
         "cost_ratio": round(cost, 3),
         "predicted": round(per_guess / (1 + k * cost), 2),
