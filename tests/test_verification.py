@@ -68,7 +68,7 @@ def answered_here(runtime: Any, python: str, job: Job, speculate: bool, seconds:
     """Run the worker of transformers in this process."""
     given = json.loads(job.to_json(speculate))
     lines = list(in_transformers.answers(given))
-    return Replies("5.24.0", tuple(Reply(tuple(line["token_ids"]), child._counted(line)) for line in lines))
+    return Replies("5.24.0", tuple(Reply(tuple(line["token_ids"]), child._counted(line, job.k)) for line in lines))
 
 
 @pytest.fixture
@@ -127,6 +127,18 @@ def test_a_draft_that_was_damaged_after_it_was_measured_is_found(
     assert all("counted" in fault and "expected" in fault for fault in found.faults)
 
 
+@pytest.mark.parametrize("token", [-1, 272])
+def test_a_token_that_the_target_lacks_is_named(
+    token: int, target: LocalTarget, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strange(runtime: Any, python: str, job: Job, speculate: bool, seconds: float) -> Replies:
+        return Replies("5.24.0", (Reply((token, token + speculate), Counted(1, 3, 1, (1, 0, 0))),))
+
+    monkeypatch.setattr(verifying, "ask", strange)
+    with pytest.raises(ServerError, match=f"answered with token {token}, and the target has 0 to 271"):
+        verify(str(exported), target, "transformers", PROMPTS[:1], SETTINGS)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_speculation_that_is_silently_off_is_a_fault(
@@ -145,7 +157,11 @@ def test_speculation_that_is_silently_off_is_a_fault(
 def test_the_length_is_the_plans_unless_one_is_given(target: LocalTarget, exported: Path, tmp_path: Path) -> None:
     assert verify(str(exported), target, "transformers", PROMPTS[:1], VerifySettings(max_new_tokens=4)).k == 3
     assert verifying._planned(str(tmp_path)) == 4
-    (tmp_path / PLAN).write_text("{}")
+
+
+@pytest.mark.parametrize("length", ["", 0, -3, 65, "Infinity"])
+def test_a_plan_without_a_length_that_can_be_is_named(length: object, tmp_path: Path) -> None:
+    (tmp_path / PLAN).write_text(f'{{"num_draft_tokens": {length}}}' if length != "" else "{}")
     with pytest.raises(ModelError, match="cannot be read .*: export the draft again, or give --k"):
         verifying._planned(str(tmp_path))
 
@@ -266,6 +282,8 @@ SCRIPTS = {
     "print(line)\nprint(line)",
     "lacks": 'print(\'{"token_ids": [1], "drafted": 3, "accepted": 1, "by_position": null}\')',
     "nothing": 'print(\'{"token_ids": [1], "blocks": 1, "drafted": 3, "accepted": null, "by_position": null}\')',
+    "longer": 'print(\'{"token_ids": [1], "blocks": 1, "drafted": 3, "accepted": 1, "by_position": [1, 0, 0, 0]}\')',
+    "infinite": 'print(\'{"token_ids": [1], "blocks": 1, "drafted": 3, "accepted": Infinity, "by_position": null}\')',
     "number": "print(5)",
     "hangs": 'import sys, time\nprint("still loading", file=sys.stderr, flush=True)\ntime.sleep(60)',
 }
@@ -280,6 +298,8 @@ SCRIPTS = {
         ("twice", 30.0, "gave 2 answers to 1 prompts. It logged nothing"),
         ("lacks", 30.0, "wrote a line that is no answer .KeyError: 'blocks'"),
         ("nothing", 30.0, "wrote a line that is no answer .TypeError: "),
+        ("longer", 30.0, "wrote a line that is no answer .ValueError: it counts 4 positions of blocks of 3"),
+        ("infinite", 30.0, "wrote a line that is no answer .OverflowError: "),
         ("number", 30.0, "wrote a line that is no answer .TypeError: "),
         ("hangs", 0.5, "did not answer within 0 s. .*Its log ends with:\nstill loading"),
     ],

@@ -9,20 +9,20 @@ from foredraft.core.law import SamplingLaw
 
 QUICKSTART_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHIPPED_PROMPTS = "shipped"
-_LONGEST = 64
+LONGEST_DRAFT = 64
 
 
 def _draft_lengths(value: Any) -> Any:
     """Read `1..8`, `4` or `[1, 2, 4]`."""
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\.\.(\d+)", value)):
-        if int(match[2]) > _LONGEST:
-            raise ValueError(f"{value} goes beyond the longest draft, {_LONGEST} tokens")
+        if int(match[2]) > LONGEST_DRAFT:
+            raise ValueError(f"{value} goes beyond the longest draft, {LONGEST_DRAFT} tokens")
         return list(range(int(match[1]), int(match[2]) + 1))
     return [value] if isinstance(value, int) else value
 
 
 DraftLengths = Annotated[
-    list[Annotated[int, Field(ge=1, le=_LONGEST)]], BeforeValidator(_draft_lengths), Field(min_length=1)
+    list[Annotated[int, Field(ge=1, le=LONGEST_DRAFT)]], BeforeValidator(_draft_lengths), Field(min_length=1)
 ]
 
 

@@ -200,7 +200,9 @@ def check(
         ),
     ],
     trace: Annotated[Path | None, typer.Option(help="Trace whose text weights the tokens that map.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens that the commands ask for.", min=1)] = 4,
+    num_draft_tokens: Annotated[
+        int, typer.Option("--k", help="Draft tokens that the commands ask for.", min=1, max=64)
+    ] = 4,
     weights: Annotated[
         bool, typer.Option("--weights", help="Read the target's weights too: has it changed behind the draft?")
     ] = False,

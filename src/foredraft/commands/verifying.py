@@ -32,7 +32,9 @@ def verify(
     ] = "shipped",
     num_prompts: Annotated[int, typer.Option(help="Prompts asked, the first ones.", min=1)] = 5,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 32,
-    num_draft_tokens: Annotated[int, typer.Option("--k", help="0 takes the plan's beside the draft.", min=0)] = 0,
+    num_draft_tokens: Annotated[
+        int, typer.Option("--k", help="0 takes the plan's beside the draft.", min=0, max=64)
+    ] = 0,
     python: Annotated[
         str, typer.Option(help="Interpreter of the runtime's environment; empty takes FOREDRAFT_..._PYTHON.")
     ] = "",

@@ -110,11 +110,11 @@ def ask(runtime: Runtime, python: str, job: Job, speculate: bool, seconds: float
             ) from error
         except OSError as error:
             raise ServerError(f"{python} cannot be started: {error.strerror}.") from error
-        return _read(runtime, done.stdout, len(job.questions), log)
+        return _read(runtime, done.stdout, job, log)
 
 
-def _read(runtime: Runtime, text: str, wanted: int, log: IO[str]) -> Replies:
-    version, replies = "unknown", []
+def _read(runtime: Runtime, text: str, job: Job, log: IO[str]) -> Replies:
+    version, replies, wanted = "unknown", [], len(job.questions)
     for line in _lines(text):
         match line:
             case {"error": error}:
@@ -122,7 +122,7 @@ def _read(runtime: Runtime, text: str, wanted: int, log: IO[str]) -> Replies:
             case {"version": said}:
                 version = str(said)
             case _:
-                replies.append(_reply(runtime, line, log))
+                replies.append(_reply(runtime, line, job.k, log))
     if len(replies) < wanted:
         raise ServerError(f"{runtime.worker} stopped after {len(replies)} of {wanted} answers. {_last_lines(log)}")
     if len(replies) > wanted:
@@ -138,17 +138,19 @@ def _lines(text: str) -> Iterator[Any]:
             return  # cut off by the end of the process
 
 
-def _reply(runtime: Runtime, line: Any, log: IO[str]) -> Reply:
+def _reply(runtime: Runtime, line: Any, k: int, log: IO[str]) -> Reply:
     try:
-        return Reply(tuple(map(int, line["token_ids"])), _counted(line), float(line.get("seconds", 0.0)))
-    except (KeyError, TypeError, ValueError) as error:
+        return Reply(tuple(map(int, line["token_ids"])), _counted(line, k), float(line.get("seconds", 0.0)))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ServerError(
             f"{runtime.worker} wrote a line that is no answer ({type(error).__name__}: {error}). {_last_lines(log)}"
         ) from error
 
 
-def _counted(line: dict[str, Any]) -> Counted:
+def _counted(line: dict[str, Any], k: int) -> Counted:
     blocks, drafted, by_position = line["blocks"], line["drafted"], line["by_position"]
+    if by_position is not None and len(by_position) != k:
+        raise ValueError(f"it counts {len(by_position)} positions of blocks of {k}")
     return Counted(
         None if blocks is None else int(blocks),
         None if drafted is None else int(drafted),

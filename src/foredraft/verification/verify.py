@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foredraft.catalog import unknown_name_message
-from foredraft.core.errors import CapabilityError, ModelError, PromptError, UnknownNameError, UserError
+from foredraft.core.errors import CapabilityError, ModelError, PromptError, ServerError, UnknownNameError, UserError
 from foredraft.core.law import GREEDY
 from foredraft.core.options import read_options
 from foredraft.core.pair import PairFacts
@@ -25,6 +25,7 @@ from foredraft.export.plan import PLAN, UNMEASURED_LENGTH
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.facts import read_side
 from foredraft.models.target import LocalTarget
+from foredraft.settings import LONGEST_DRAFT
 from foredraft.trace.prompts import Prompt, render
 from foredraft.verification.child import Job, Question, Replies, Reply, ask
 from foredraft.verification.counting import Counting, literal_counts
@@ -105,6 +106,7 @@ def verify(
         task.advance()
         drafted = ask(chosen, python, job, True, settings.seconds)
         task.advance()
+        _refuse_unknown_tokens(runtime, target.vocab_size, (*own.replies, *drafted.replies))
         checked = tuple(
             _checked(target, drafter, name, ids, answer, counting, k, one.token_ids, other)
             for (name, ids, answer), one, other in zip(kept, own.replies, drafted.replies, strict=True)
@@ -133,6 +135,15 @@ def _checked(
         _difference(target, ids, answer, own),
         _draft_gap(drafter, ids, answer),
     )
+
+
+def _refuse_unknown_tokens(runtime: str, vocab_size: int, replies: Sequence[Reply]) -> None:
+    for token in (token for reply in replies for token in reply.token_ids):
+        if not 0 <= token < vocab_size:
+            raise ServerError(
+                f"{runtime} answered with token {token}, and the target has 0 to {vocab_size - 1}: it runs another "
+                "model, or its worker reads another version's answers."
+            )
 
 
 def _plain(target: LocalTarget, ids: Int[Tensor, " tokens"], max_new_tokens: int, k: int) -> list[int]:
@@ -215,8 +226,11 @@ def _planned(draft: str) -> int:
     if not file.is_file():
         return UNMEASURED_LENGTH
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["num_draft_tokens"])
-    except (ValueError, KeyError, TypeError) as error:
+        k = int(json.loads(file.read_text(encoding="utf-8"))["num_draft_tokens"])
+        if 1 <= k <= LONGEST_DRAFT:
+            return k
+        raise ValueError(f"num_draft_tokens is {k}")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ModelError(f"{file} cannot be read ({error}): export the draft again, or give --k.") from error
 
 
