@@ -193,6 +193,31 @@ def test_json_errors_are_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert json.loads(capsys.readouterr().out) == {"error": "There is no recipe missing.yaml."}
 
 
+@pytest.mark.parametrize("rest", [(), ("--json",)])
+def test_an_interrupted_command_says_that_it_goes_on(
+    rest: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("foredraft.recipe.settings_from", interrupted)
+    assert foredraft(monkeypatch, "prune", "draft", "--target", "t", "--trace", "t", "--out", "o", *rest) == 130
+    assert "Interrupted. The same command goes on where it was." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("compare --nonsense --json", "No such option: --nonsense"), ("prune draft --json", "Missing option '--target'.")],
+)
+def test_wrong_command_lines_are_json_too(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert foredraft(monkeypatch, *line.split()) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["error"].startswith(message)
+    assert message in shown.err
+
+
 @pytest.mark.slow
 def test_the_verbs_work_alone_on_files_the_user_names(
     monkeypatch: pytest.MonkeyPatch,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.logging import RichHandler
@@ -14,6 +15,8 @@ from rich.logging import RichHandler
 from foredraft.commands import making, measuring, running, selecting, shrinking, training, verifying
 from foredraft.commands.common import STDERR, escaped
 from foredraft.core.errors import ForedraftError
+
+_INTERRUPTED = 130  # typer's status for Ctrl-C
 
 app = typer.Typer(
     help="Make, shrink, measure and choose draft models for speculative decoding.",
@@ -29,17 +32,25 @@ def main() -> None:
     """Run the command line; a foreseen error is one or two lines on stderr and its exit status."""
     _set_up_logging()
     try:
-        app(standalone_mode=True)
+        # Where stdout is for machines, typer leaves wrong command lines to us.
+        status = app(standalone_mode="--json" not in sys.argv)
+    except SystemExit as ended:
+        status = ended.code
+    except typer.TyperException as error:
+        _fail(error.format_message(), error.exit_code)
     except ForedraftError as error:
-        if _is_helper():
-            raise SystemExit(error.exit_status) from None
-        if "--json" in sys.argv:
-            sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
-        STDERR.print(f"[bold red]error:[/] {escaped(str(error))}", highlight=False, soft_wrap=True)
-        raise SystemExit(error.exit_status) from None
-    except KeyboardInterrupt:
+        _fail(str(error), error.exit_status)
+    if status == _INTERRUPTED:
         STDERR.print("Interrupted. The same command goes on where it was.")
-        raise SystemExit(130) from None
+    raise SystemExit(status)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    if not _is_helper():
+        if "--json" in sys.argv:
+            sys.stdout.write(json.dumps({"error": message}) + "\n")
+        STDERR.print(f"[bold red]error:[/] {escaped(message)}", highlight=False, soft_wrap=True)
+    raise SystemExit(status) from None
 
 
 def _is_helper() -> bool:
