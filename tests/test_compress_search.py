@@ -144,6 +144,20 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_end(found: tuple) -> None
     assert told == [len(points) - 1, len(points)]
 
 
+@pytest.mark.parametrize("notes", ["", "{", "[]", "null", '{"schema": 2}', '{"schema": 2, "key": "k", "points": [{}]}'])
+def test_a_search_with_damaged_notes_begins_anew(notes: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text(notes)
+    assert searching._noted(tmp_path / "notes", "k") == []
+
+
+def test_a_search_is_known_by_all_files_of_its_drafts_weights(tmp_path: Path) -> None:
+    for name, content in (("model-00001-of-00002.safetensors", "a"), ("model-00002-of-00002.safetensors", "b")):
+        (tmp_path / name).write_text(content)
+    before = searching._weight_digests(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").write_text("c")
+    assert searching._weight_digests(tmp_path)[0] == before[0] != searching._weight_digests(tmp_path)[1] != before[1]
+
+
 def test_the_front_holds_what_nothing_beats_in_both() -> None:
     def point(size: float, speedup: float) -> Point:
         return Point(Choice((0,)), "", size, 0.5, 1, 1.5, speedup, 1.0)

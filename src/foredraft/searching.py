@@ -1,6 +1,7 @@
 """The search for a smaller draft, from folder to folder; a search that was stopped goes on where it was."""
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -43,6 +44,8 @@ from foredraft.search_plot import search_svg
 from foredraft.shrink_steps import CompressStep
 from foredraft.trace.prompts import Prompt
 from foredraft.trace.store import Trace, require_same
+
+_log = logging.getLogger(__name__)
 
 PLOT = "search.svg"
 _SCHEMA = 2
@@ -89,7 +92,7 @@ def compress_draft(
     limits = Limits(step.megabytes * 1e6, step.milliseconds, step.share, step.lookahead)
     key = digest_of(
         [
-            file_digest(source / "model.safetensors"),
+            _weight_digests(source),
             draft.head_token_ids.tolist(),
             [trace.digest for trace in traces],
             step.model_dump(exclude={"heal", "method"}),
@@ -178,14 +181,21 @@ def _cut_apart(draft: Draft, choice: Choice, cutters: Cutters) -> Draft:
     return Draft(keep_layers(plain.model, layers), plain.head_token_ids)
 
 
+def _weight_digests(source: Path) -> list[str]:
+    return [file_digest(file) for file in sorted(source.glob("*.safetensors"))]
+
+
 def _noted(notes: Path, key: str) -> list[Point]:
-    """Return the points of a search for the same thing that was stopped."""
+    """Return the points of a search for the same thing that was stopped; none where its notes cannot be read."""
     if not notes.is_file():
         return []
-    found = json.loads(notes.read_text(encoding="utf-8"))
-    if (found.get("schema"), found.get("key")) != (_SCHEMA, key):
-        return []
-    return [Point.from_json(point) for point in found["points"]]
+    try:
+        found = json.loads(notes.read_text(encoding="utf-8"))
+        if (found["schema"], found["key"]) == (_SCHEMA, key):
+            return [Point.from_json(point) for point in found["points"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.info("%s cannot be read (%s): the search begins anew.", notes, error)
+    return []
 
 
 def _note(notes: Path, key: str, points: Sequence[Point]) -> None:
