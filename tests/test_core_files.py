@@ -43,6 +43,8 @@ def test_a_failed_folder_leaves_nothing(tmp_path: Path) -> None:
         (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on the disk while"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "No space left on the disk while writing"),
         (OSError(errno.EFBIG, "File too large"), "out cannot be written: File too large"),
+        (Exception("No space left on device (os error 28)"), "No space left on the disk while writing"),  # tokenizers
+        (OSError("100000 requested and 16384 written"), "No space left on the disk while writing"),  # numpy
     ],
 )
 def test_a_full_disk_is_named(tmp_path: Path, error: Exception, message: str) -> None:

@@ -14,6 +14,7 @@ from foredraft.catalog import names
 from foredraft.check import check_pair
 from foredraft.checkpoint import record_measurement
 from foredraft.core.errors import CapabilityError, OutputError, UnknownNameError, UserError
+from foredraft.export.folder import write_token_map
 from foredraft.export.plan import PLAN, length_by_batch, planned_length, slowdown_sentence
 from foredraft.export.vllm import model_free_config, speculative_config
 from foredraft.models.draft import Draft, load_draft, save_draft
@@ -78,6 +79,12 @@ def test_sglang_gets_the_tokens_of_a_trimmed_head(target: LocalTarget, draft_fol
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in plan["command"]
     export_draft(draft_folder, target, "vllm", 3, tmp_path / "vllm")
     assert not (tmp_path / "vllm" / "token_map.pt").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_token_map_on_a_full_disk_is_told_by_the_system() -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        write_token_map(Path("/dev/full"), KEPT)
 
 
 def test_vllm_gets_a_length_for_each_range_of_batch_sizes() -> None:

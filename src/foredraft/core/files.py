@@ -11,14 +11,14 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from foredraft.core.errors import OutputError
+from foredraft.core.errors import ForedraftError, OutputError
 
 try:
     import fcntl
 except ImportError:  # Windows: nothing keeps two writers apart there
     fcntl = None  # type: ignore[assignment]
+
+_UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield partial
         _flush(partial)
         os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # tokenizers has no kind of its own for a full disk
         raise _explained(error, path) from error
     finally:
         with suppress(OSError):  # a read-only file system refuses this too
@@ -69,7 +69,7 @@ def _whole_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 _flush(file)
         os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         raise _explained(error, path) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -136,12 +136,12 @@ def _flush(path: Path) -> None:
 
 
 def _explained(error: Exception, path: Path) -> Exception:
-    if isinstance(error, OutputError):
+    if isinstance(error, ForedraftError):
         return error
     number = _number(error)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(f"No space left on the disk while writing {path}. Free some and run the same command again.")
-    if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG):
+    if number in _UNWRITABLE:
         return OutputError(f"{path} cannot be written: {os.strerror(number)}.")
     return error
 
@@ -151,8 +151,13 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
 
 
 def _number(error: Exception) -> int:
-    """Return the system's number of an error, which safetensors tells in its message only; 0 where there is none."""
-    if isinstance(error, OSError):
-        return error.errno or 0
+    """Return the system's number of an error; 0 where there is none.
+
+    safetensors and tokenizers tell it in their message only, numpy of a file cut short not even there.
+    """
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+        return errno.ENOSPC
     told = re.search(r"\(os error (\d+)\)", str(error))
     return int(told[1]) if told else 0

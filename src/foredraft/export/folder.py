@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -142,4 +143,6 @@ def write_target(target: LocalTarget, path: Path) -> Path:
 
 def write_token_map(path: Path, token_ids: torch.Tensor) -> None:
     """Write the target's token of each kept head row, as SGLang reads it: a list, loadable with weights_only."""
-    torch.save(token_ids.tolist(), path)
+    held = BytesIO()  # torch does not tell a full disk from other faults
+    torch.save(token_ids.tolist(), held)
+    path.write_bytes(held.getvalue())
