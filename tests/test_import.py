@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from foredraft.check import check_pair
-from foredraft.core.errors import CapabilityError
+from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchError
 from foredraft.core.law import GREEDY
 from foredraft.drafters import load_drafter
 from foredraft.export.llamacpp import FILE, export_llamacpp
 from foredraft.models.foreign import foreign_head
 from foredraft.models.target import load_target
 from tests.test_export_gguf import save_named
+from tests.tiny import save_tiny
 
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
@@ -49,6 +50,24 @@ def test_a_head_is_named_by_check_and_refused_by_scoring(tiny_target_folder: Pat
     assert message in found.pair.draft.fault
     with pytest.raises(CapabilityError, match="it is recognised, but only drafts that run alone are scored here"):
         load_drafter(str(folder), load_target(str(tiny_target_folder), "float32"))
+
+
+@pytest.mark.parametrize("broken", ['{"speculators_config": "eagle3"}', '{"architectures": 3}', "[]", "{"])
+def test_a_config_of_other_contents_is_named(broken: str, tiny_target_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(broken)
+    with pytest.raises(ModelError, match="is no model folder|cannot be loaded"):
+        load_drafter(str(tmp_path), load_target(str(tiny_target_folder), "float32"))
+
+
+def test_the_same_tokens_cut_otherwise_are_named(tiny_target_folder: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "draft", num_layers=1)
+    file = tmp_path / "draft" / "tokenizer.json"
+    rules = json.loads(file.read_text())
+    file.write_text(json.dumps({**rules, "pre_tokenizer": {**rules["pre_tokenizer"], "use_regex": True}}))
+    with pytest.raises(
+        VocabMismatchError, match="tokens of tiny-target: they are the same, but text is cut differently"
+    ):
+        load_drafter(str(tmp_path / "draft"), load_target(str(tiny_target_folder), "float32"))
 
 
 def test_a_folder_and_its_gguf_file_guess_alike(tmp_path: Path) -> None:

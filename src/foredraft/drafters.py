@@ -102,7 +102,10 @@ def _foreign_draft(spec: str, target: Speaker, trust_remote_code: bool) -> Draft
     if loaded.tokenizer_fingerprint != target.tokenizer_fingerprint:
         difference = "their tokenizers are not the same"
         if isinstance(target, LocalTarget):
-            difference = first_difference(loaded.tokenizer, target.tokenizer)
+            difference = first_difference(loaded.tokenizer, target.tokenizer) or (
+                "they are the same, but text is cut differently or others are control tokens. Copy the target's "
+                "tokenizer files into the draft"
+            )
         raise VocabMismatchError(f"{spec} does not speak the tokens of {target.name}: {difference}.")
     return CausalLMDrafter(Draft(loaded.model), SamplingLaw(), target.vocab_size)
 

@@ -45,8 +45,8 @@ def refuse_foreign_head(source: str) -> None:
     if not file.is_file():
         return
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+        sentence = head_sentence(source, json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, AttributeError):
         return  # loading says what is wrong with it
-    if isinstance(config, dict) and (sentence := head_sentence(source, config)):
+    if sentence:
         raise CapabilityError(sentence)
