@@ -357,6 +357,7 @@ def test_a_draft_without_a_model_serves_here_and_nowhere_else(tiny_target_folder
     [
         (lambda config: config | {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM, no causal language model"),
         (lambda config: config | {"quantization_config": {"quant_method": "awq"}}, "pip install gptqmodel"),
+        (lambda config: config | {"num_hidden_layers": -1}, "says num_hidden_layers: -1"),
     ],
 )
 def test_what_foredraft_cannot_load_is_refused_with_the_reason(

@@ -41,6 +41,7 @@ _RECURRENT = frozenset((
     "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "rwkv", "recurrent_gemma", "falcon_h1",
     "granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "xlstm",
 ))  # fmt: skip
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _BOOKKEEPING = ("_from_model_config", "transformers_version")
 _GGUF_FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 _GGUF_UNUSED, _GGUF_CONTROL = 5, 3
@@ -157,7 +158,7 @@ def _folder_side(source: str, path: Path, manifest: DraftManifest | None) -> Sid
         is_recurrent=_is_recurrent(text_config),
         has_sliding_window=_has_sliding_window(text_config),
         hidden_size=int(text_config.get("hidden_size") or 0),
-        fault=_fault(source, path, config, architecture, tokenizer is None),
+        fault=_fault(source, path, config, text_config, architecture, tokenizer is None),
         head_rows=int(manifest.options.get("head_rows", 0)) if manifest else 0,
     )
     return Side(facts, path, tokenizer, manifest)
@@ -208,7 +209,14 @@ def _gguf_fault(source: str, architecture: str, unread_tokenizer: bool) -> str:
     return f"{source} has a tokenizer of a kind that is not read." if unread_tokenizer else ""
 
 
-def _fault(source: str, path: Path, config: Mapping[str, Any], architecture: str, no_tokenizer: bool) -> str:
+def _fault(
+    source: str,
+    path: Path,
+    config: Mapping[str, Any],
+    text_config: Mapping[str, Any],
+    architecture: str,
+    no_tokenizer: bool,
+) -> str:
     """Return why foredraft does not load a folder; empty if nothing speaks against it."""
     if sentence := head_sentence(source, config):
         return sentence
@@ -222,6 +230,9 @@ def _fault(source: str, path: Path, config: Mapping[str, Any], architecture: str
         return f"{source} holds {held}."
     if missing := missing_package(config):
         return f"{source} {missing}"
+    for name in _SIZES:
+        if isinstance(size := text_config.get(name), int) and size < 1:
+            return f"The config.json of {source} says {name}: {size}."
     return f"{source} has no tokenizer." if no_tokenizer else ""
 
 
