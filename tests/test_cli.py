@@ -207,7 +207,11 @@ def test_an_interrupted_command_says_that_it_goes_on(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("compare --nonsense --json", "No such option: --nonsense"), ("prune draft --json", "Missing option '--target'.")],
+    [
+        ("compare --nonsense --json", "No such option: --nonsense"),
+        ("prune draft --json", "Missing option '--target'."),
+        ("verify draft --target t --seconds inf --json", "Invalid value for '--seconds'"),
+    ],
 )
 def test_wrong_command_lines_are_json_too(
     line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

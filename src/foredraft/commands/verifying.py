@@ -38,7 +38,9 @@ def verify(
     python: Annotated[
         str, typer.Option(help="Interpreter of the runtime's environment; empty takes FOREDRAFT_..._PYTHON.")
     ] = "",
-    seconds: Annotated[float, typer.Option(help="Longest that one run of the runtime may take.", min=1.0)] = 1200.0,
+    seconds: Annotated[
+        float, typer.Option(help="Longest that one run of the runtime may take.", min=1.0, max=604800.0)
+    ] = 1200.0,
     threads: Annotated[int, typer.Option(help="Threads of the runtime.", min=1)] = 1,
     keep: Annotated[
         Path | None,
