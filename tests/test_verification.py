@@ -301,7 +301,7 @@ SCRIPTS = {
         ("longer", 30.0, "wrote a line that is no answer .ValueError: it counts 4 positions of blocks of 3"),
         ("infinite", 30.0, "wrote a line that is no answer .OverflowError: "),
         ("number", 30.0, "wrote a line that is no answer .TypeError: "),
-        ("hangs", 0.5, "did not answer within 0 s. .*Its log ends with:\nstill loading"),
+        ("hangs", 2.0, "did not answer within 2 s. .*Its log ends with:\nstill loading"),
     ],
 )
 def test_a_runtime_that_does_not_come_up_shows_its_last_words(
