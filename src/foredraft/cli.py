@@ -42,7 +42,7 @@ def main() -> None:
         _fail(str(error), error.exit_status)
     if status == _INTERRUPTED:
         STDERR.print("Interrupted. The same command goes on where it was.")
-    raise SystemExit(status)
+    raise SystemExit(status or 0)
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -53,7 +53,7 @@ def refuse_existing(path: Path) -> None:
     try:
         taken = path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error.errno or 0) from error
     if taken:
         raise OutputError(f"{path} exists already and is never overwritten: name another folder.")
 
@@ -104,7 +104,7 @@ def _only_writer(path: Path) -> Iterator[None]:
         file = lock.open("wb")
     except OSError as error:
         explained = _explained(error, path)
-        raise explained if isinstance(explained, OutputError) else _unwritable(path, error) from error
+        raise explained if isinstance(explained, OutputError) else _unwritable(path, error.errno or 0) from error
     with file:
         if not _taken(file, lock):
             raise OutputError(f"{path} is being written by another process: wait for it, or name another folder.")
@@ -142,12 +142,12 @@ def _explained(error: Exception, path: Path) -> Exception:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(f"No space left on the disk while writing {path}. Free some and run the same command again.")
     if number in _UNWRITABLE:
-        return OutputError(f"{path} cannot be written: {os.strerror(number)}.")
+        return _unwritable(path, number)
     return error
 
 
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"{path} cannot be written: {error.strerror}. Name another folder.")
+def _unwritable(path: Path, number: int) -> OutputError:
+    return OutputError(f"{path} cannot be written: {os.strerror(number)}. Name another folder.")
 
 
 def _number(error: Exception) -> int:
