@@ -98,7 +98,8 @@ def test_transformers_counts_what_literal_decoding_counts(target: LocalTarget, e
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("max_match", [1, 3])
 def test_the_lookup_of_transformers_copies_after_the_earliest_match(target: LocalTarget, max_match: int) -> None:
-    settings = replace(SETTINGS, max_new_tokens=24)
+    # Behind that many tokens this target says a padding row, which transformers takes for a token.
+    settings = replace(SETTINGS, max_new_tokens=18)
     found = verify(f"prompt-lookup:max_match={max_match}", target, "transformers", PROMPTS, settings)
     assert found.faults == []
     assert found.counted == found.expected

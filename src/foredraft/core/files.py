@@ -31,7 +31,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         _flush(partial)
         os.replace(partial, path)
     except Exception as error:  # tokenizers has no kind of its own for a full disk
-        raise _explained(error, path) from error
+        if (explained := _explained(error, path)) is error:
+            raise  # not `from` itself: a ring of an error and its frames would keep what they hold
+        raise explained from error
     finally:
         with suppress(OSError):  # a read-only file system refuses this too
             partial.unlink(missing_ok=True)
@@ -70,7 +72,9 @@ def _whole_folder(path: Path) -> Iterator[Path]:
                 _flush(file)
         os.replace(partial, path)
     except Exception as error:
-        raise _explained(error, path) from error
+        if (explained := _explained(error, path)) is error:
+            raise
+        raise explained from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
