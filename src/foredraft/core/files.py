@@ -26,14 +26,11 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write; it takes the place of `path` when the block ends without an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        _flush(partial)
-        os.replace(partial, path)
-    except Exception as error:  # tokenizers has no kind of its own for a full disk
-        if (explained := _explained(error, path)) is error:
-            raise  # not `from` itself: a ring of an error and its frames would keep what they hold
-        raise explained from error
+        with _explaining(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            _flush(partial)
+            os.replace(partial, path)
     finally:
         with suppress(OSError):  # a read-only file system refuses this too
             partial.unlink(missing_ok=True)
@@ -64,17 +61,14 @@ def _whole_folder(path: Path) -> Iterator[Path]:
     refuse_existing(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                _flush(file)
-        os.replace(partial, path)
-    except Exception as error:
-        if (explained := _explained(error, path)) is error:
-            raise
-        raise explained from error
+        with _explaining(path):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    _flush(file)
+            os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -87,7 +81,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
     """Add whole lines to a text file; a last line that was cut off by a kill is removed first."""
-    try:
+    with _explaining(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
@@ -95,8 +89,6 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
             whole = end if end == 0 else file.read().rfind(b"\n") + 1
             file.truncate(whole)
             file.write("".join(f"{line}\n" for line in lines).encode())
-    except OSError as error:
-        raise _explained(error, path) from error
 
 
 @contextmanager
@@ -104,11 +96,11 @@ def _only_writer(path: Path) -> Iterator[None]:
     """Hold the right to write `path`. The system gives it back when the process ends, however it does."""
     lock = path.with_name(f".{path.name}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("wb")
+        with _explaining(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("wb")
     except OSError as error:
-        explained = _explained(error, path)
-        raise explained if isinstance(explained, OutputError) else _unwritable(path, error.errno or 0) from error
+        raise _unwritable(path, error.errno or 0) from error
     with file:
         if not _taken(file, lock):
             raise OutputError(f"{path} is being written by another process: wait for it, or name another folder.")
@@ -139,15 +131,22 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _explained(error: Exception, path: Path) -> Exception:
-    if isinstance(error, ForedraftError):
-        return error
-    number = _number(error)
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"No space left on the disk while writing {path}. Free some and run the same command again.")
-    if number in _UNWRITABLE:
-        return _unwritable(path, number)
-    return error
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Raise an OutputError for what says that the disk does not take `path`; other errors go on as they are."""
+    try:
+        yield
+    except ForedraftError:
+        raise
+    except Exception as error:  # tokenizers has no kind of its own for a full disk
+        number = _number(error)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"No space left on the disk while writing {path}. Free some and run the same command again."
+            ) from error
+        if number in _UNWRITABLE:
+            raise _unwritable(path, number) from error
+        raise
 
 
 def _unwritable(path: Path, number: int) -> OutputError:

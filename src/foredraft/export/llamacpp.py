@@ -17,7 +17,7 @@ from foredraft.export.gguf_tensors import TYPES, check_type, tensor_name
 from foredraft.export.gguf_types import module_types
 from foredraft.export.gguf_vocabulary import vocabulary_fields
 from foredraft.export.llama_quantize import llama_quantize
-from foredraft.export.lookup import lookup_match, write_lookup
+from foredraft.export.lookup import lookup_match
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -43,7 +43,7 @@ def export_llamacpp(source: Path, target: LocalTarget, k: int, out: Path, type: 
         CheckpointError: the file does not hold what was in memory; nothing is left behind.
     """
     if match := lookup_match(source):
-        write_lookup(_lookup_plan(match, k), target, out)
+        _lookup_plan(match, k).write_alone(out, target.name)
         return
     given = _read_types(types)
     if type != "stored":

@@ -18,7 +18,7 @@ from foredraft.core.programs import environment_elsewhere, last_words
 from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
 from foredraft.export.folder import write_card, write_plain, write_target
-from foredraft.export.lookup import lookup_match, write_lookup
+from foredraft.export.lookup import lookup_match
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -54,7 +54,7 @@ def export_onnxruntime_genai(source: Path, target: LocalTarget, k: int, out: Pat
     refuse_existing(out)
     if match := lookup_match(source):
         lookup = {"ngram_size": match + 1, "max_draft_tokens": k}
-        write_lookup(RuntimePlan("onnxruntime-genai", VERSION, k, _LOOKUP_COMMAND, lookup), target, out)
+        RuntimePlan("onnxruntime-genai", VERSION, k, _LOOKUP_COMMAND, lookup).write_alone(out, target.name)
         return
     builder_python()
     fitted = fitted_draft(source, target)

@@ -16,7 +16,7 @@ from foredraft.core.programs import environment_elsewhere, last_words
 from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
 from foredraft.export.folder import write_card, write_plain
-from foredraft.export.lookup import lookup_match, write_lookup
+from foredraft.export.lookup import lookup_match
 from foredraft.export.plan import RuntimePlan
 from foredraft.models.target import LocalTarget
 
@@ -53,7 +53,7 @@ def export_openvino(
     refuse_existing(out)
     if match := lookup_match(source):
         settings = {"prompt_lookup": True, "max_ngram_size": match, "num_assistant_tokens": k} | _EXACT
-        write_lookup(RuntimePlan("openvino", VERSION, k, _LOOKUP_COMMAND, settings), target, out)
+        RuntimePlan("openvino", VERSION, k, _LOOKUP_COMMAND, settings).write_alone(out, target.name)
         return
     optimum()
     fitted = fitted_draft(source, target)

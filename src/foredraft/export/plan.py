@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.core.files import write_json
+from foredraft.core.files import whole_folder, write_json
 
 PLAN = "foredraft-plan.json"
 SCHEMA = 1
@@ -61,6 +61,15 @@ class RuntimePlan:
                 "changes": list(changes),
             },
         )
+
+    def write_alone(self, out: Path, target: str) -> None:
+        """Write a new folder that holds the plan alone, of a drafter that a runtime has itself.
+
+        Raises:
+            OutputError: the folder exists, or the disk is full.
+        """
+        with whole_folder(out) as folder:
+            self.write(folder, target, {}, (), {})
 
 
 def planned_length(measured: Mapping[str, Any]) -> int:

@@ -7,18 +7,18 @@ from typing import Any
 
 from foredraft.checkpoint import MANIFEST, read_manifest
 from foredraft.core.errors import CapabilityError, OutputError
-from foredraft.core.files import whole_folder
 from foredraft.core.options import read_options
 from foredraft.core.runtimes import VLLM_PATH_WORDS
 from foredraft.export.card import Use
 from foredraft.export.fit import fitted_draft
 from foredraft.export.folder import plain_settings, write_folder
+from foredraft.export.lookup import LONGEST_MATCH, LOOKUP
 from foredraft.export.plan import RuntimePlan, length_by_batch
 from foredraft.models.target import LocalTarget
 
 VERSION = "0.32"
 _DRAFT = "path/to/this/folder"
-_LOOKUP, _SUFFIX = "prompt-lookup", ("suffix", "suffix-automaton")
+_SUFFIX = ("suffix", "suffix-automaton")
 
 
 def export_vllm(source: Path, target: LocalTarget, k: int, out: Path) -> None:
@@ -37,9 +37,7 @@ def export_vllm(source: Path, target: LocalTarget, k: int, out: Path) -> None:
             "another folder."
         )
     if settings := model_free_config(source, k):
-        plan = _plan(settings, k)
-        with whole_folder(out) as folder:
-            plan.write(folder, target.name, {}, (), {})
+        _plan(settings, k).write_alone(out, target.name)
         return
     fitted = fitted_draft(source, target)
     plan = _plan(speculative_config(k, length_by_batch(fitted.manifest.measured)), k)
@@ -79,14 +77,16 @@ def model_free_config(source: Path, k: int) -> dict[str, Any]:
     kind = read_manifest(source).kind if (source / MANIFEST).is_file() else source.name.partition(":")[0]
     if kind == "causal-lm" or (source.is_dir() and not (source / MANIFEST).is_file()):
         return {}
-    if kind == _LOOKUP:
-        options = {"max_match": 3, "min_match": 1} | read_options(source.name, {"max_match": int, "min_match": int})
+    if kind == LOOKUP:
+        options = {"max_match": LONGEST_MATCH, "min_match": 1} | read_options(
+            source.name, {"max_match": int, "min_match": int}
+        )
         lengths = {"prompt_lookup_max": options["max_match"], "prompt_lookup_min": options["min_match"]}
         return {"method": "ngram", "num_speculative_tokens": k, **lengths}
     if kind in _SUFFIX:
         return {"method": "suffix", "num_speculative_tokens": k}
     raise CapabilityError(
-        f"vLLM has no drafter like {source}: it takes drafts that are models, {_LOOKUP} and {' or '.join(_SUFFIX)}."
+        f"vLLM has no drafter like {source}: it takes drafts that are models, {LOOKUP} and {' or '.join(_SUFFIX)}."
     )
 
 

@@ -21,6 +21,7 @@ from foredraft.core.protocols import Drafter
 from foredraft.core.runtimes import REFUSED, verdict
 from foredraft.decoding.speculative import Limits, plain_decode
 from foredraft.drafters import load_drafter
+from foredraft.export.lookup import LONGEST_MATCH, LOOKUP
 from foredraft.export.plan import PLAN, UNMEASURED_LENGTH
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.facts import read_side
@@ -34,7 +35,6 @@ from foredraft.verification.forms import FORMS, Served, target_in
 from foredraft.verification.runtimes import RUNTIMES, Runtime
 
 _log = logging.getLogger(__name__)
-_LOOKUP = "prompt-lookup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _lookup(draft: str, name: str, runtime: Runtime) -> dict[str, int]:
         CapabilityError: the runtime has no lookup of its own.
         UserError: options that its lookup does not have, or lengths that cannot be.
     """
-    if draft.partition(":")[0] != _LOOKUP:
+    if draft.partition(":")[0] != LOOKUP:
         return {}
     if runtime.lookup is None:
         raise CapabilityError(
@@ -205,7 +205,7 @@ def _lookup(draft: str, name: str, runtime: Runtime) -> dict[str, int]:
     options = read_options(draft, {"max_match": int, "min_match": int})
     if "min_match" in options and not runtime.lookup.has_shortest:
         raise UserError(f"The lookup of {name} has no shortest match to set: leave min_match out of {draft}.")
-    lengths: dict[str, int] = {"max_match": 3, "min_match": 1} | options
+    lengths: dict[str, int] = {"max_match": LONGEST_MATCH, "min_match": 1} | options
     if not 1 <= lengths["min_match"] <= lengths["max_match"]:
         raise UserError(f"{draft}: lookup needs 1 <= min_match <= max_match.")
     return lengths
