@@ -20,10 +20,9 @@ from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import torch
+from paired import change
 
-from foredraft.acceptance.intervals import expected_acceptance, paired_difference
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.assign import Option, assign
 from foredraft.compress.choice import simulated
@@ -101,10 +100,7 @@ def main() -> None:
 
 def _compare(reports: Mapping[str, AcceptanceReport]) -> None:
     for one, other in combinations(reversed(reports), 2):
-        change = paired_difference(
-            reports[one], reports[other], expected_acceptance, np.random.default_rng(0)
-        ).difference
-        print(f"{one} against {other}: {change.value:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
+        print(f"{one} against {other}: {change(reports[one], reports[other])}")
 
 
 def _fisher_per_error(draft: Draft, units: Mapping[str, Unit], sensitivity: Path) -> dict[str, float]:

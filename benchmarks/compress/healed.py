@@ -3,14 +3,12 @@
 python benchmarks/compress/healed.py DRAFT TARGET TRAIN_TRACE EVAL_TRACE --method gptq --eight "layers.0.*" > healed.md
 """
 
-import argparse
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from paired import change, parser_for_target
 
-from foredraft.acceptance.intervals import expected_acceptance, paired_difference
 from foredraft.compress.choice import step_facts
 from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.plan import unit_formats
@@ -25,11 +23,7 @@ from foredraft.trace.store import open_trace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", type=Path)
-    parser.add_argument("target")
-    parser.add_argument("train")
-    parser.add_argument("evaluation")
+    parser = parser_for_target(__doc__)
     parser.add_argument("--tokens", type=int, default=8000, help="Positions to heal on; 0 rounds only.")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--bits", type=int, default=4)
@@ -62,10 +56,9 @@ def main() -> None:
 
     def show(name: str, made: object, seconds: float) -> None:
         report = measure_stored(made, bench)
-        change = paired_difference(report, plain, expected_acceptance, np.random.default_rng(0)).difference
         print(
-            f"| {name} | {report.expected_acceptance:.4f} | {change.value:+.4f} "
-            f"[{change.low:+.4f}, {change.high:+.4f}] | {report.mean_tokens_per_call(asked.k):.3f} | {seconds:.0f} |",
+            f"| {name} | {report.expected_acceptance:.4f} | {change(report, plain)} | "
+            f"{report.mean_tokens_per_call(asked.k):.3f} | {seconds:.0f} |",
             flush=True,
         )
 

@@ -10,11 +10,9 @@ import argparse
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from paired import change
 
-from foredraft.acceptance.intervals import expected_acceptance, paired_difference
-from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.prune import layers_to_keep
 from foredraft.core.law import SamplingLaw
@@ -59,19 +57,14 @@ def main() -> None:
             seconds = time.process_time() - started
             cut = Draft(keep_layers(draft.model, kept, shared=list(draft.model.parameters())), draft.head_token_ids)
             report = reports[by] = measure(cut, held_out)
-            gain = "" if by == "acceptance" else _difference(reports["acceptance"], report)
+            gain = "" if by == "acceptance" else change(reports["acceptance"], report)
             gone = [layer for layer in range(layers) if layer not in kept]
             print(
-                f"| {count} | {by} | {gone} | {report.expected_acceptance:.4f} | {_difference(report, whole)} | "
+                f"| {count} | {by} | {gone} | {report.expected_acceptance:.4f} | {change(report, whole)} | "
                 f"{report.mean_tokens_per_call(asked.k):.3f} | {gain} | {seconds:.0f} |",
                 flush=True,
             )
     print(f"{whole.tokens} tokens held out. s: processor seconds of choosing.")
-
-
-def _difference(one: AcceptanceReport, other: AcceptanceReport) -> str:
-    found = paired_difference(one, other, expected_acceptance, np.random.default_rng(0)).difference
-    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 python benchmarks/compress/layers_healed.py DRAFT TARGET TRAIN_TRACE EVAL_TRACE --gone 13 17 --tokens 6000 > healed.md
 """
 
-import argparse
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from paired import change, parser_for_target
 
-from foredraft.acceptance.intervals import expected_acceptance, paired_difference
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import round_to_nearest
 from foredraft.distill.init.heal import heal_linear
@@ -24,11 +22,7 @@ from foredraft.trace.store import open_trace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", type=Path)
-    parser.add_argument("target")
-    parser.add_argument("train")
-    parser.add_argument("evaluation")
+    parser = parser_for_target(__doc__)
     parser.add_argument("--gone", type=int, nargs="+", required=True, help="Layers that are cut.")
     parser.add_argument("--calibration", type=int, default=24, help="Training answers for least squares; 0 leaves it.")
     parser.add_argument("--tokens", type=int, default=6000, help="Positions distilled on; 0 distils nothing.")
@@ -50,10 +44,9 @@ def main() -> None:
 
     def show(name: str, made: Draft, since: float) -> None:
         seconds, report = time.process_time() - since, measure_stored(made, bench)
-        found = paired_difference(report, whole, expected_acceptance, np.random.default_rng(0)).difference
         print(
-            f"| {name} | {report.expected_acceptance:.4f} | {found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}] "
-            f"| {report.mean_tokens_per_call(asked.k):.3f} | {seconds:.0f} |",
+            f"| {name} | {report.expected_acceptance:.4f} | {change(report, whole)} | "
+            f"{report.mean_tokens_per_call(asked.k):.3f} | {seconds:.0f} |",
             flush=True,
         )
 

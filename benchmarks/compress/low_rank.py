@@ -8,7 +8,6 @@ turns, in processor time of one thread. One row takes the target's own singular 
 says which of the target's layers those of the draft were.
 """
 
-import argparse
 import copy
 import tempfile
 import time
@@ -18,11 +17,9 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
+from paired import change, parser_for_target
 
-from foredraft.acceptance.intervals import expected_acceptance, paired_difference
-from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.low_rank import cut_ranks
 from foredraft.compress.probe import Bench, measure
 from foredraft.core.law import SamplingLaw
@@ -55,11 +52,7 @@ CONTEXT, STEPS = 128, 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", type=Path)
-    parser.add_argument("target")
-    parser.add_argument("train")
-    parser.add_argument("evaluation")
+    parser = parser_for_target(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1, 2, 3, 28, 29], help="Of the target.")
     parser.add_argument("--answers", type=int, default=20)
     parser.add_argument("--calibration", type=int, default=8)
@@ -87,7 +80,7 @@ def main() -> None:
         report, (read, beside) = whole if made is draft else measure(made, bench), _megabytes(made)
         milliseconds = "{:.1f} | {:.1f}".format(*_step_ms(made, draft)) if timed else " | "
         print(
-            f"| {name} | {report.expected_acceptance:.4f} | {_change(report, whole)} | "
+            f"| {name} | {report.expected_acceptance:.4f} | {change(report, whole)} | "
             f"{report.mean_tokens_per_call(asked.k):.3f} | {read:.1f} | {beside:.1f} | {milliseconds} |",
             flush=True,
         )
@@ -161,11 +154,6 @@ def _step_ms(*drafts: Draft) -> list[float]:
             text.logits(token_ids[:, :1])
             taken.append(time.process_time() - started)
     return [1000 * median(taken) for taken in times]
-
-
-def _change(report: AcceptanceReport, whole: AcceptanceReport) -> str:
-    found = paired_difference(report, whole, expected_acceptance, np.random.default_rng(0)).difference
-    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
 if __name__ == "__main__":

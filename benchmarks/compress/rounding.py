@@ -11,10 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from paired import change
 
-from foredraft.acceptance.intervals import expected_acceptance, paired_difference
 from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.plan import unit_formats
@@ -66,10 +65,9 @@ def main() -> None:
         seconds = time.process_time() - started
         report = measure(rounded, bench)
         plain = plain or report
-        change = paired_difference(report, plain, expected_acceptance, np.random.default_rng(0)).difference
         held, read = _bytes(rounded)
         print(
-            f"| {name} | {report.expected_acceptance:.4f} | {change.value:+.4f} [{change.low:+.4f}, {change.high:+.4f}]"
+            f"| {name} | {report.expected_acceptance:.4f} | {change(report, plain)}"
             f" | {report.mean_tokens_per_call(asked.k):.3f} | {held / 1e6:.1f} | {read / 1e6:.1f} | {seconds:.0f} |",
             flush=True,
         )
