@@ -1,6 +1,7 @@
 """Choosing among drafters keeps the target's law exactly: every run of every policy is enumerated."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -43,8 +44,8 @@ def adaptive(policy: str, uniform: Callable[[], float] | None = None) -> Adaptiv
 def test_every_policy_keeps_the_targets_law_exactly(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, decide = set(), Controller.decide
 
-    def recorded(controller: Controller, situation: int = 0) -> Choice:
-        choice = decide(controller, situation)
+    def recorded(controller: Controller, *where: Any) -> Choice:
+        choice = decide(controller, *where)
         chosen.add(choice.arm)
         return choice
 

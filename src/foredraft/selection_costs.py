@@ -76,18 +76,20 @@ def _costs(
     steps = law["target_seconds"] or {
         str(n): settings.target_seconds * (1 + growth * (requests * n - 1)) for n in range(1, longest + 2)
     }
-    entries = {entry["name"]: entry["draft_seconds"] for entry in law["drafters"]}
+    entries = {entry["name"]: entry for entry in law["drafters"]}
     for name in drafters:
         if name in timed:
-            entries[name] = {k: requests * seconds for k, seconds in timed[name].items()}
+            drafting = {k: requests * seconds for k, seconds in timed[name].items()}
+            entries[name] = {"name": name, "draft_seconds": drafting}
         elif name not in entries:
             per_token = settings.cost_ratio * steps["1"]
-            entries[name] = {"1": per_token, str(longest): longest * per_token}
+            drafting = {"1": per_token, str(longest): longest * per_token}
+            entries[name] = {"name": name, "draft_seconds": drafting, "reading_seconds": requests * growth * per_token}
     priced = {
         "target_seconds": steps,
         "overhead_seconds": law["overhead_seconds"],
         "plain_overhead_seconds": law.get("plain_overhead_seconds"),
-        "drafters": [{"name": name, "draft_seconds": seconds} for name, seconds in entries.items()],
+        "drafters": list(entries.values()),
     }
     return BlockCosts.of_report(priced, list(drafters), longest)
 

@@ -79,7 +79,9 @@ def measure_batch(
         for name in drafters
     }
     steps = tuple(measured[width] for width in range(1, max(ks) + 2))
-    return Costs(steps, blocks, _scaled(single.overhead, rows), _scaled(single.plain_overhead, rows))
+    reading = {name: _scaled(one, rows) for name, one in single.reading.items()}
+    overhead, plain_overhead = _scaled(single.overhead, rows), _scaled(single.plain_overhead, rows)
+    return Costs(steps, blocks, overhead, plain_overhead, reading=reading)
 
 
 def _target_clocks(

@@ -22,7 +22,8 @@ from foredraft.decoding.rules import verify_chain
 from foredraft.decoding.speculative import TargetSession, uniforms
 
 WARM_UP_ROUNDS = 2
-_CHECK = "check"
+_CHECK, _READ = "check", "read"
+_TOKENS_READ = 128
 
 
 @runtime_checkable
@@ -61,6 +62,8 @@ class Costs:
             token, so that entry 0 is one step of plain decoding but for the engine's loop.
         blocks: For each drafter, the draft lengths timed and the time of a whole proposal of that length.
         checks: For drafters of trees, the depths timed and the time of a target step over a whole tree.
+        reading: For each drafter, the time of reading one token of context that it has not read: what drafting for
+            the first time in a text takes beyond a block, by its tokens.
         overhead: Of a block beyond drafting and verifying.
         plain_overhead: Of a plain step beyond the target's.
     """
@@ -70,6 +73,7 @@ class Costs:
     overhead: Seconds = NOTHING
     plain_overhead: Seconds = NOTHING
     checks: Mapping[str, Mapping[int, Seconds]] = field(default_factory=dict)
+    reading: Mapping[str, Seconds] = field(default_factory=dict)
 
     @property
     def plain_seconds(self) -> float:
@@ -85,6 +89,10 @@ class Costs:
     def draft_seconds(self, name: str, k: int) -> float:
         """Return the time of proposing k tokens, on the line through the lengths that were timed."""
         return _between(self.blocks[name], k)
+
+    def reading_seconds(self, name: str) -> float:
+        """Return the time of reading one token of context, 0 where it was not timed."""
+        return self.reading[name].median if name in self.reading else 0.0
 
     def cost_ratio(self, name: str) -> float:
         """Return rho: time of one draft token, at the longest length timed / time of one target step of one token."""
@@ -111,6 +119,7 @@ class Costs:
             "checks": _plain(self.checks),
             "overhead": list(astuple(self.overhead)),
             "plain_overhead": list(astuple(self.plain_overhead)),
+            "reading": {name: list(astuple(one)) for name, one in self.reading.items()},
         }
 
     @staticmethod
@@ -121,6 +130,7 @@ class Costs:
             Seconds(*data["overhead"]),
             Seconds(*data["plain_overhead"]),
             _seconds(data["checks"]),
+            {name: Seconds(*one) for name, one in data.get("reading", {}).items()},
         )
 
 
@@ -133,7 +143,7 @@ def measure_costs(
     repeats: int,
     progress: Progress = SILENT,
 ) -> Costs:
-    """Time target steps of 1 .. max(ks) + 1 tokens, proposals of the shortest and longest of `ks`, and the loop.
+    """Time target steps of 1 .. max(ks) + 1 tokens, blocks of the shortest and longest of `ks`, reading, the loop.
 
     Everything is timed once a round, in rounds, so that a slow moment of the machine meets all alike; the
     first rounds only warm up. Contexts grow by two tokens a round as they do while decoding.
@@ -158,14 +168,17 @@ def measure_costs(
     if start < 1:
         raise UserError(f"Timing {repeats} rounds needs a text of {2 * rounds + widest + 1} tokens, not {len(text)}.")
     widths = {width: width for width in range(1, max(ks) + 2)} | trees
+    tokens_read = min(start, _TOKENS_READ)
     clocks = _target_clocks(target, law, widths) | _draft_clocks(drafters, lengths)
+    clocks |= _read_clocks(drafters, lengths[0], tokens_read)
     runs = {name: partial(_in_round, run, text, start) for name, run in clocks.items()}
     measured = in_rounds(runs, repeats, f"timing {law}", progress)
     blocks = {name: {k: measured[name, k] for k in lengths} for name in drafters}
     checks = {name: {k: measured[_CHECK, name, k] for k in lengths} for _, name, _ in trees}
+    reading = {name: _beyond(measured[_READ, name], blocks[name][lengths[0]], tokens_read) for name in drafters}
     plain, block = measure_overhead(target.vocab_size, law, repeats)
     steps = tuple(measured[width] for width in range(1, max(ks) + 2))
-    return Costs(steps, blocks, Seconds.of(block), Seconds.of(plain), checks)
+    return Costs(steps, blocks, Seconds.of(block), Seconds.of(plain), checks, reading)
 
 
 def in_rounds(
@@ -214,6 +227,24 @@ def _draft_clocks(drafters: Mapping[str, Drafter], lengths: Sequence[int]) -> di
         return lambda text, position: _ignored(own.propose(text[:position], k, generator))
 
     return {(name, k): block(drafter, k) for name, drafter in drafters.items() for k in lengths}
+
+
+def _read_clocks(drafters: Mapping[str, Drafter], k: int, tokens: int) -> dict[Any, Callable[[Tensor, int], None]]:
+    """Return what times a first block, in a text of so many tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def first(drafter: Drafter) -> Callable[[Tensor, int], None]:
+        return lambda text, position: _ignored(
+            drafter.bind(drafter.law).propose(text[position - tokens : position], k, generator)
+        )
+
+    return {(_READ, name): first(drafter) for name, drafter in drafters.items()}
+
+
+def _beyond(first: Seconds, block: Seconds, tokens: int) -> Seconds:
+    """Return the time by token that a first block takes beyond another."""
+    low, median, high = (max(one - block.median, 0.0) / tokens for one in (first.low, first.median, first.high))
+    return Seconds(median, low, high)
 
 
 def _between(timed: Mapping[int, Seconds], k: int) -> float:

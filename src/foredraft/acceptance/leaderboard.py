@@ -191,6 +191,7 @@ def _explained(
     blocks = scores.costs.blocks[name] if scores.costs else {}
     return {
         "draft_seconds": {str(k): block.median for k, block in blocks.items()},
+        "reading_seconds": scores.costs.reading_seconds(name) if scores.costs else None,
         "passes": passes_json(facts.passes),
         "batch": _batches(name, report, scores),
         "draft_law": asdict(scores.draft_laws[name]) if name in scores.draft_laws else None,

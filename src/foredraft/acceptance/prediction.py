@@ -39,6 +39,7 @@ def batch_figures(costs: Costs, name: str, worth: Yield, rows: int) -> dict[str,
         "predicted_speedup": {str(k): value for k, value in predicted.items()},
         "best_k": best if predicted[best] > 1.0 else 0,
         "draft_seconds": {str(k): block.median for k, block in costs.blocks[name].items()},
+        "reading_seconds": costs.reading_seconds(name),
         "break_even_acceptance": {str(k): costs.break_even(name, k) for k in worth.tokens},
         "tokens_per_second": rows * best_speedup / costs.plain_seconds,
     }

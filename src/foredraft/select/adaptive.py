@@ -14,13 +14,15 @@ from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.own_law import bound_for
 from foredraft.core.proposal import Laws, Proposal
 from foredraft.core.protocols import CONTROLLED, Answer, BlockOutcome, Branching, Drafter, EmittedProbs, Observer
-from foredraft.select.arms import NOBODY, PLAIN, Arms
+from foredraft.models.session import common_prefix
+from foredraft.select.arms import PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Budget, Choice, Controller
 from foredraft.select.domains import DOMAINS, domain_of_tokens
 from foredraft.select.ledger import Memory, Vigilance
 from foredraft.select.policies import Policy
 from foredraft.select.situations import Reader, Situations, no_domain, situations_in
+from foredraft.select.unread import Unread
 from foredraft.select.walk import Recorded, choices_by_place, replayed, runs, walk
 from foredraft.select.watching import Watched, Watching
 
@@ -168,7 +170,7 @@ class AdaptiveDrafter:
         blocks = [runs(probs.numpy() >= _LIKELY, guessed.numpy(), longest) for probs, guessed in tables]
         offered, matched = (np.stack(part) for part in zip(*blocks, strict=True))
         situations = self._situations(answer)
-        path = walk(Recorded(offered, matched, situations), controller, k)
+        path = walk(Recorded(offered, matched, situations, context=answer.start), controller, k)
         probs, guessed = torch.zeros(answer.num_tokens, k), torch.zeros(answer.num_tokens, k, dtype=torch.bool)
         arms = controller.arms
         for place, arm in enumerate(choices_by_place(path, answer.num_tokens)):
@@ -193,12 +195,13 @@ class _Stream:
         self._controller = controller
         self._reader = Reader(portfolio.situations, portfolio.domain_of) if controller.policy.by_situation else None
         self._watching = Watching()
+        self._context = torch.empty(0, dtype=torch.long)
         self._answer: list[int] = []
         self._length = -1
         self._last_token = -1
+        self._unread, self._reading = Unread(len(self.drafters)), 0.0
         self._choice: Choice | None = None
         self._asked = 0
-        self._proposers: set[int] = set()
         self._vocab_size = self.drafters[0].vocab_size
 
     def propose(self, context: Int[Tensor, " tokens"], k: int, generator: torch.Generator) -> Proposal:
@@ -207,10 +210,10 @@ class _Stream:
             self._choice = None
             return Proposal.empty(self._vocab_size)
         situation = self._reader.at_end() if self._reader else 0
-        choice = self._controller.decide(situation)
+        choice = self._controller.decide(situation, self._unread)
         self._choice, self._asked = choice, min(choice.k, k)
+        self._reading = self._unread.read(choice.readers, self._controller.costs.reading)
         watched = self._watch(choice, context, k, generator) if choice.watch else {}
-        self._proposers = {*watched, choice.drafter} - {NOBODY}
         if choice.arm == PLAIN:
             return Proposal.empty(self._vocab_size)
         if choice.drafter in watched:
@@ -225,17 +228,25 @@ class _Stream:
         self._last_token = emitted[-1]
         if self._reader is not None:
             self._reader.grow(emitted)
+        self._unread.grow(len(emitted), choice.readers if choice else ())
         if choice is None:
             return
         self._watching.settle(self._answer, self._controller)
         if choice.arm != PLAIN:
             self._learn(choice, outcome)
-        for number in self._proposers:
+        for number in choice.readers:
             drafter = self.drafters[number]
             if isinstance(drafter, Observer):
                 drafter.observe(outcome)
-        self._controller.done(choice, len(outcome.proposal), len(emitted))
+        self._controller.done(choice, len(outcome.proposal), len(emitted), self._reading)
         self._choice = None
+
+    def end(self) -> None:
+        """Count what is known of the text, which has ended."""
+        self._watching.end(self._controller)
+        if self._answer:
+            self._controller.ended()
+        self._answer = []
 
     def _learn(self, choice: Choice, outcome: BlockOutcome) -> None:
         offered, accepted = len(outcome.proposal), outcome.num_accepted
@@ -263,8 +274,10 @@ class _Stream:
         """Begin another text where `context` is not the last one with what was emitted."""
         if len(context) == self._length and int(context[-1]) == self._last_token:
             return
-        self._watching.end(self._controller)
-        self._answer, self._length, self._last_token = [], len(context), int(context[-1])
+        before = torch.cat((self._context, torch.tensor(self._answer, dtype=torch.long)))
+        self.end()
+        self._context, self._length, self._last_token = context, len(context), int(context[-1])
+        self._unread.start(len(context), common_prefix(before, context))
         if self._reader is not None:
             self._reader.start(context.tolist())
 
@@ -289,7 +302,8 @@ class _Batch:
             for number, context in contexts.items()
         }
 
-    def drop(self, number: int) -> None: ...
+    def drop(self, number: int) -> None:
+        self._streams[number].end()
 
     def learner(self, number: int) -> Observer:
         return self._streams[number]

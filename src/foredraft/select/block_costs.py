@@ -1,7 +1,7 @@
 """What a block costs under each choice, in seconds that were measured before: no clock is read while choosing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,20 @@ class BlockCosts:
         drafts: Entry (d, k): drafter d proposing k tokens; 0 for k = 0.
         overhead: Of a block beyond drafting and verifying.
         plain_overhead: Of a plain step beyond the target's.
+        reading: By drafter: of one token of context that it has not read when it is asked; free if empty.
     """
 
     target: Float64[np.ndarray, " widths"]
     drafts: Float64[np.ndarray, "drafters lengths"]
     overhead: float = 0.0
     plain_overhead: float = 0.0
+    reading: Float64[np.ndarray, " drafters"] = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
-        if not (self.target > 0.0).all() or not np.isfinite(self.drafts).all() or (self.drafts < 0.0).any():
+        if not len(self.reading):
+            object.__setattr__(self, "reading", np.zeros(len(self.drafts)))
+        never_negative = np.append(self.drafts, self.reading)
+        if not (self.target > 0.0).all() or not np.isfinite(never_negative).all() or (never_negative < 0.0).any():
             raise UserError("Costs must be measured seconds: positive target steps, draft steps of 0 or more.")
 
     @property
@@ -48,7 +53,8 @@ class BlockCosts:
         steps = [step.median for step in costs.target]
         drafts = [[0.0, *(costs.draft_seconds(name, k) for k in range(1, longest + 1))] for name in names]
         target = _extended(steps, longest + 1)
-        return BlockCosts(target, np.array(drafts), costs.overhead.median, costs.plain_overhead.median)
+        reading = np.array([costs.reading_seconds(name) for name in names])
+        return BlockCosts(target, np.array(drafts), costs.overhead.median, costs.plain_overhead.median, reading)
 
     @staticmethod
     def of_report(law: Mapping[str, Any], names: Sequence[str], longest: int) -> "BlockCosts":
@@ -59,13 +65,14 @@ class BlockCosts:
         """
         if not law["target_seconds"]:
             raise UserError("The report has no cost: score the drafters with --target, so that steps are timed.")
-        timed = {entry["name"]: entry["draft_seconds"] for entry in law["drafters"]}
-        if missing := [name for name in names if not timed.get(name)]:
+        timed = {entry["name"]: entry for entry in law["drafters"]}
+        if missing := [name for name in names if not timed.get(name, {}).get("draft_seconds")]:
             raise UserError(f"The report has no cost of {missing[0]}. It timed: {', '.join(sorted(timed))}.")
         steps = [law["target_seconds"][str(n)] for n in range(1, len(law["target_seconds"]) + 1)]
-        drafts = [_line(timed[name], longest) for name in names]
-        plain = law.get("plain_overhead_seconds") or 0.0
-        return BlockCosts(_extended(steps, longest + 1), np.array(drafts), law["overhead_seconds"] or 0.0, plain)
+        drafts = np.array([_line(timed[name]["draft_seconds"], longest) for name in names])
+        reading = np.array([timed[name].get("reading_seconds") or 0.0 for name in names])
+        overhead, plain = law["overhead_seconds"] or 0.0, law.get("plain_overhead_seconds") or 0.0
+        return BlockCosts(_extended(steps, longest + 1), drafts, overhead, plain, reading)
 
     @staticmethod
     def by_ratio(ratios: Sequence[float], longest: int, target_growth: float = 0.0, requests: int = 1) -> "BlockCosts":
@@ -73,13 +80,15 @@ class BlockCosts:
 
         Args:
             ratios: Time of a draft step / of a target step, for each drafter.
-            target_growth: What one more token adds to a step of the target or of a draft, as a share of it.
+            target_growth: What one more token adds to a step of the target or of a draft, as a share of it; reading a
+                token of context takes as much.
             requests: Decoded together: a step over n tokens of each has n times as many tokens.
         """
         tokens = requests * np.arange(1.0, longest + 2.0)
         step = 1.0 + target_growth * (requests - 1.0)
         drafts = step * np.array(ratios, float)[:, None] * np.arange(longest + 1.0)
-        return BlockCosts(1.0 + target_growth * (tokens - 1.0), drafts)
+        reading = requests * target_growth * np.array(ratios, float)
+        return BlockCosts(1.0 + target_growth * (tokens - 1.0), drafts, reading=reading)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,12 +96,15 @@ class BlockCosts:
             "draft_seconds": self.drafts.tolist(),
             "overhead": self.overhead,
             "plain_overhead": self.plain_overhead,
+            "reading_seconds": self.reading.tolist(),
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "BlockCosts":
-        target, drafts = np.array(data["target_seconds"], float), np.array(data["draft_seconds"], float)
-        return BlockCosts(target, drafts, data["overhead"], data["plain_overhead"])
+        target, drafts, reading = (
+            np.array(data[name], float) for name in ("target_seconds", "draft_seconds", "reading_seconds")
+        )
+        return BlockCosts(target, drafts, data["overhead"], data["plain_overhead"], reading)
 
 
 def at_batch_size(law: Mapping[str, Any], rows: str) -> dict[str, Any]:
@@ -101,7 +113,8 @@ def at_batch_size(law: Mapping[str, Any], rows: str) -> dict[str, Any]:
         **law,
         **law["batch"][rows],
         "drafters": [
-            {**entry, "draft_seconds": entry["batch"][rows].get("draft_seconds", {})} for entry in law["drafters"]
+            {**entry, **{name: entry["batch"][rows].get(name) for name in ("draft_seconds", "reading_seconds")}}
+            for entry in law["drafters"]
         ],
     }
 

@@ -14,9 +14,11 @@ from foredraft.select.arms import NOBODY, PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.ledger import EVERYWHERE, Ledger, Memory, Vigilance
 from foredraft.select.policies import Policy, View
+from foredraft.select.unread import Unread
 
 _SLOW = 0.9  # fading of perplexity
 _UNSEEN = 0.75  # entropy of a drafter of which nothing is known: neither long nor short blocks
+_ANSWER = 64  # tokens of an answer, before any has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Choice:
         situation: In which it is counted.
         watch: Whether drafters without a model are asked too, to be scored.
         is_probe: Chosen to look, not by the policy.
+        readers: Drafters that are asked, and read the text up to here.
     """
 
     arm: int
@@ -51,6 +54,7 @@ class Choice:
     situation: int
     watch: bool
     is_probe: bool = False
+    readers: tuple[int, ...] = ()
 
 
 class Controller:
@@ -79,7 +83,8 @@ class Controller:
         self.arms, self.policy, self.model_free = arms, policy, model_free
         self.budget = budget or Budget()
         self.ledger = Ledger(arms, num_situations, memory or Memory(), vigilance or Vigilance())
-        self.seconds, self.tokens, self.blocks, self.shifts = 0.0, 0, 0, 0
+        self.seconds, self.tokens, self.blocks, self.texts, self.shifts = 0.0, 0, 0, 0, 0
+        self._all_read = Unread(drafters)
         self._probed, self._watched = 0.0, 0.0
         self._last_seen = [0] * drafters
         self._entropy, self._surprise = np.full(drafters, _UNSEEN), np.zeros(drafters)
@@ -108,13 +113,17 @@ class Controller:
         self._watching = [sum(asking) - own for own in (*asking, 0.0)]
         self._plain, self._target, self._drafts = costs.plain, costs.target.tolist(), costs.drafts.tolist()
 
-    def decide(self, situation: int = EVERYWHERE) -> Choice:
-        """Return what the next block gets."""
-        policy = self.policy
+    def decide(self, situation: int = EVERYWHERE, unread: Unread | None = None) -> Choice:
+        """Return what the next block gets.
+
+        What a drafter has to read first is charged to its blocks up to the end of the text, which is taken to be as
+        far away as texts were long until now; to a probe all of it is charged.
+        """
+        policy, unread = self.policy, unread or self._all_read
         place = situation if policy.by_situation else EVERYWHERE
-        self.ledger.estimate(place, self.costs)
+        self.ledger.estimate(place, self.costs, unread.tokens, (self.tokens + _ANSWER) / (self.texts + 1))
         arm = policy.choose(self._view)
-        probe = self._probe(arm) if policy.probes else arm
+        probe = self._probe(arm, unread) if policy.probes else arm
         watch = policy.watches and ((arm != PLAIN and probe == arm) or self._may_watch())
         return self._choice(probe, place, watch, probe != arm)
 
@@ -126,9 +135,13 @@ class Controller:
         if self.policy.by_laws and offered and not self._has_laws[drafter]:
             self._take_certain(drafter)
 
-    def done(self, choice: Choice, offered: int, tokens: int) -> float:
-        """Count a block that was decoded, whatever it was worth; return the seconds it took, as measured."""
-        seconds = self._seconds(choice, offered)
+    def done(self, choice: Choice, offered: int, tokens: int, reading: float = 0.0) -> float:
+        """Count a block that was decoded, whatever it was worth; return the seconds it took, as measured.
+
+        Args:
+            reading: Seconds of it that its readers took to read what they had not read.
+        """
+        seconds = self._seconds(choice, offered) + reading
         self.seconds += seconds
         self.tokens += tokens
         self.blocks += 1
@@ -139,6 +152,10 @@ class Controller:
         elif choice.watch and choice.arm == PLAIN:
             self._watched += self._watching[choice.drafter]
         return seconds
+
+    def ended(self) -> None:
+        """Count a text that has ended."""
+        self.texts += 1
 
     def laws(self, drafter: int, entropy: float, surprise: float) -> None:
         """Take note of a drafter's latest law: its entropy, and -log of what it gave to emitted tokens, in nats."""
@@ -156,9 +173,11 @@ class Controller:
         self._note(drafter, unsure, unsure)
 
     def _made(self, arm: int, place: int, watch: bool, is_probe: bool) -> Choice:
-        return Choice(arm, int(self.arms.drafter[arm]), int(self.arms.k[arm]), place, watch, is_probe)
+        drafter = int(self.arms.drafter[arm])
+        readers = {drafter, *(d for d, free in enumerate(self.model_free) if free and watch)} - {NOBODY}
+        return Choice(arm, drafter, int(self.arms.k[arm]), place, watch, is_probe, tuple(readers))
 
-    def _probe(self, arm: int) -> int:
+    def _probe(self, arm: int, unread: Unread) -> int:
         """Return the best arm of the drafter that was not seen for longest, if it is time and the budget allows it."""
         since = min(self._last_seen)
         if self.blocks - since < self.budget.probe_after:
@@ -167,7 +186,8 @@ class Controller:
         if oldest == self.arms.drafter[arm]:
             return arm
         best = max(self.arms.own[oldest], key=lambda one: worth.tokens[one] / worth.seconds[one])
-        loses = float(worth.seconds[best]) - self._plain
+        reading = float(unread.tokens[oldest] * self.costs.reading[oldest])
+        loses = float(worth.seconds[best]) - self._plain + reading
         return best if self._probed + loses <= self.budget.probing * self.seconds else arm
 
     def _may_watch(self) -> bool:

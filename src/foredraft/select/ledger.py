@@ -59,7 +59,7 @@ class Worth:
     Attributes:
         tokens: Mean tokens of a block.
         deviation: Standard deviation of the tokens of a block.
-        seconds: Mean time of a block.
+        seconds: Mean time of a block, its share of what its drafter has to read first included.
         blocks: Faded number of blocks that its drafter was seen in; 0 for no speculation, which is known.
     """
 
@@ -108,12 +108,19 @@ class Ledger:
         risk, kept = self._counts[:2, EVERYWHERE, drafter, 0].tolist()
         return (kept + self._memory.weight * self._memory.prior) / (risk + self._memory.weight)
 
-    def estimate(self, situation: int, costs: BlockCosts) -> None:
-        """Estimate what every arm is worth in one situation."""
+    def estimate(
+        self, situation: int, costs: BlockCosts, unread: Float64[np.ndarray, " drafters"], remaining: float
+    ) -> None:
+        """Estimate what every arm is worth in one situation.
+
+        Args:
+            unread: Tokens that each drafter has to read before its first block.
+            remaining: Tokens of the text to come: a block is charged for reading by its share of them.
+        """
         worth, arms = self.worth, self._arms
         _worth(
             self._counts, situation, self._beliefs, arms.drafter, arms.k,
-            costs.target, costs.drafts, costs.overhead, costs.plain,
+            costs.target, costs.drafts, costs.overhead, costs.plain, costs.reading, unread, remaining,
             worth.tokens, worth.deviation, worth.seconds, worth.blocks,
         )  # fmt: skip
 
@@ -173,6 +180,9 @@ def _estimate(
     drafts: Float64[np.ndarray, "drafters lengths"],
     overhead: float,
     plain: float,
+    reading: Float64[np.ndarray, " drafters"],
+    unread: Float64[np.ndarray, " drafters"],
+    remaining: float,
     tokens: Float64[np.ndarray, " arms"],
     deviation: Float64[np.ndarray, " arms"],
     seconds: Float64[np.ndarray, " arms"],
@@ -200,7 +210,8 @@ def _estimate(
             verify += offers * (target[position + 1] - target[position])
         tokens[arm] = 1.0 + mean
         deviation[arm] = max(square - mean * mean, 0.0) ** 0.5
-        seconds[arm] = drafts[drafter, arm_k[arm]] + verify + overhead
+        share = reading[drafter] * unread[drafter] / remaining
+        seconds[arm] = drafts[drafter, arm_k[arm]] + verify + overhead + share * tokens[arm]
         blocks[arm] = counts[0, situation, drafter, 0]
 
 

@@ -15,7 +15,7 @@ from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
 from foredraft.select.block_costs import BlockCosts
 from foredraft.select.policies import read_policy
 
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)

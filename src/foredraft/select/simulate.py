@@ -107,7 +107,7 @@ def record(
         target = row.logprobs.double().exp().numpy()
         offered, matched = zip(*(_accepted(one, target, longest, chance) for one in given), strict=True)
         places = situations_in(Reader(known, partial(_labelled, row.domain)), answer)
-        answers.append(Recorded(np.stack(offered), np.stack(matched), places, row.domain))
+        answers.append(Recorded(np.stack(offered), np.stack(matched), places, row.domain, answer.start))
     free, held = zip(*((is_certain(one), one.num_bytes) for one in drafters.values()), strict=True)
     return Traffic(tuple(drafters), free, tuple(answers), held)
 
@@ -145,9 +145,13 @@ def simulate(
 
 
 def fixed_runs(traffic: Traffic, costs: BlockCosts, lengths: Sequence[int]) -> list[Run]:
-    """Return what each arm alone makes of the traffic, by its number; nothing is decided or watched."""
+    """Return what each arm alone makes of the traffic, by its number; nothing is decided or watched.
+
+    Its drafter reads the context of every answer first, as it does under a policy.
+    """
     arms, found = Arms.of(traffic.names, lengths), []
     tokens = np.array([len(answer) for answer in traffic.answers])
+    contexts = np.array([answer.context for answer in traffic.answers])
     for arm in range(len(arms)):
         drafter, k = int(arms.drafter[arm]), int(arms.k[arm])
         if drafter == NOBODY:
@@ -156,7 +160,7 @@ def fixed_runs(traffic: Traffic, costs: BlockCosts, lengths: Sequence[int]) -> l
         prices = costs.drafts[drafter, k] + costs.target + costs.overhead
         paths = [_one_arm(one.offered[drafter], one.matched[drafter], k, prices) for one in traffic.answers]
         seconds, calls = (np.array(part) for part in zip(*paths, strict=True))
-        found.append(Run(seconds, tokens, calls.astype(np.int64)))
+        found.append(Run(seconds + costs.reading[drafter] * contexts, tokens, calls.astype(np.int64)))
     return found
 
 
@@ -171,7 +175,7 @@ def request_oracle(fixed: Sequence[Run]) -> Run:
 
 
 def position_oracle(traffic: Traffic, costs: BlockCosts, lengths: Sequence[int]) -> Run:
-    """Return the fastest path through each answer, the best arm of every block known beforehand."""
+    """Return the fastest path through each answer: the best arm of every block is known, every context is read."""
     arms = Arms.of(traffic.names, lengths)
     prices = np.array([costs.drafts[d, k] + costs.overhead if k else costs.plain - costs.target[0]
                        for d, k in zip(arms.drafter, arms.k, strict=True)])  # fmt: skip

@@ -14,6 +14,7 @@ from foredraft.acceptance.replay import by_block_start
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs, Observer
 from foredraft.select.arms import NOBODY, PLAIN
 from foredraft.select.controller import Controller
+from foredraft.select.unread import Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,14 @@ class Recorded:
         matched: How many of them, from the first on, would have been accepted.
         situations: Of the text before each place.
         domain: Of the request.
+        context: Tokens before the answer.
     """
 
     offered: Int64[np.ndarray, "drafters answer"]
     matched: Int64[np.ndarray, "drafters answer"]
     situations: Int64[np.ndarray, " answer"]
     domain: str = ""
+    context: int = 0
 
     def __len__(self) -> int:
         return self.offered.shape[1]
@@ -84,12 +87,14 @@ def walk(recorded: Recorded, controller: Controller, cap: int = 1 << 30) -> Path
     size, longest = len(recorded), min(controller.arms.longest, cap)
     offered_at, matched_at = recorded.offered.T.tolist(), recorded.matched.T.tolist()
     situations, foreseen = recorded.situations.tolist(), _Foreseen()
+    unread = Unread(len(controller.model_free), recorded.context)
     blocks: list[tuple[int, int, int, float]] = []
     free = [number for number, is_free in enumerate(controller.model_free) if is_free]
     at = 0
     while at < size:
         room, situation = size - at, situations[at]
-        choice = controller.decide(situation)
+        choice = controller.decide(situation, unread)
+        reading = unread.read(choice.readers, controller.costs.reading)
         asked = min(choice.k, cap, room)
         if choice.watch:
             for number in free:
@@ -105,9 +110,11 @@ def walk(recorded: Recorded, controller: Controller, cap: int = 1 << 30) -> Path
         if choice.arm != PLAIN and not (choice.watch and controller.model_free[choice.drafter]):
             shown = accepted if tokens <= accepted else asked
             controller.seen(choice.situation, choice.drafter, shown, min(offered, shown), accepted)
-        blocks.append((at, choice.arm, tokens, controller.done(choice, offered, tokens)))
+        blocks.append((at, choice.arm, tokens, controller.done(choice, offered, tokens, reading)))
+        unread.grow(tokens, choice.readers)
         at += tokens
     foreseen.end(size, controller)
+    controller.ended()
     start, arm, emitted, seconds = zip(*blocks, strict=True) if blocks else ((), (), (), ())
     return Path(
         np.array(start, np.int64), np.array(arm, np.int64), np.array(emitted, np.int64), np.array(seconds, float)
