@@ -29,6 +29,7 @@ from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Controller
 from foredraft.select.policies import read_policy
 from foredraft.select.simulate import Traffic, fixed_runs, record, simulate
+from foredraft.select.unread import Unread
 from foredraft.select.walk import Path as Blocks
 from foredraft.select.walk import Recorded, walk
 from foredraft.selection import References, named_spec
@@ -132,12 +133,17 @@ def deciding(blocks: int = 3000) -> dict[str, float]:
         spent = []
         for _ in range(5):
             controller = Controller(arms, costs, read_policy(name), (True, True, False), num_situations=29)
+            unread = Unread(len(arms.names))
             began = time.thread_time()
             for block in range(blocks):
-                choice = controller.decide(1 + block % 28)
+                if block % 64 == 0:
+                    unread.start(300)
+                choice = controller.decide(1 + block % 28, unread)
+                reading = unread.read(choice.readers, costs.reading)
                 controller.seen(choice.situation, 0, 8, 8, accepted[2 * block])
                 controller.seen(choice.situation, 1, 8, 8, accepted[2 * block + 1])
-                controller.done(choice, choice.k, 1)
+                controller.done(choice, choice.k, 1, reading)
+                unread.grow(1, choice.readers)
             spent.append(1e6 * (time.thread_time() - began) / blocks)
         found[name] = float(np.median(spent))
     return found

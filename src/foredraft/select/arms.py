@@ -48,11 +48,6 @@ class Arms:
         return len(self.k)
 
     @property
-    def asked(self) -> Int64[np.ndarray, " arms"]:
-        """Draft tokens of a block, 1 for PLAIN: what shares are counted in."""
-        return np.maximum(self.k, 1)
-
-    @property
     def longest(self) -> int:
         return int(self.k.max())
 

@@ -87,7 +87,7 @@ class Controller:
         self._all_read = Unread(drafters)
         self._probed, self._watched = 0.0, 0.0
         self._last_seen = [0] * drafters
-        self._entropy, self._surprise = np.full(drafters, _UNSEEN), np.zeros(drafters)
+        self._entropy, self._surprise = np.full(drafters, _UNSEEN), [0.0] * drafters
         self._perplexity, self._has_laws = np.ones(drafters), [False] * drafters
         shares, chance = np.array(memory_share or [0.0] * drafters), np.random.default_rng(seed)
         self._view = View(arms, self.ledger.worth, self._entropy, self._perplexity, shares, chance)
@@ -121,7 +121,7 @@ class Controller:
         """
         policy, unread = self.policy, unread or self._all_read
         place = situation if policy.by_situation else EVERYWHERE
-        self.ledger.estimate(place, self.costs, unread.tokens, (self.tokens + _ANSWER) / (self.texts + 1))
+        self.ledger.estimate(place, self.costs, unread, (self.tokens + _ANSWER) / (self.texts + 1))
         arm = policy.choose(self._view)
         probe = self._probe(arm, unread) if policy.probes else arm
         watch = policy.watches and ((arm != PLAIN and probe == arm) or self._may_watch())
@@ -186,7 +186,7 @@ class Controller:
         if oldest == self.arms.drafter[arm]:
             return arm
         best = max(self.arms.own[oldest], key=lambda one: worth.tokens[one] / worth.seconds[one])
-        reading = float(unread.tokens[oldest] * self.costs.reading[oldest])
+        reading = unread.tokens(oldest) * self.costs.reading.item(oldest)
         loses = float(worth.seconds[best]) - self._plain + reading
         return best if self._probed + loses <= self.budget.probing * self.seconds else arm
 

@@ -14,6 +14,7 @@ from numba import njit
 
 from foredraft.select.arms import Arms
 from foredraft.select.block_costs import BlockCosts
+from foredraft.select.unread import Unread
 
 EVERYWHERE = 0
 _AGEING = 0.998
@@ -105,22 +106,21 @@ class Ledger:
 
     def acceptance(self, drafter: int) -> float:
         """Return the estimated chance that a drafter has a first token and that it is accepted."""
-        risk, kept = self._counts[:2, EVERYWHERE, drafter, 0].tolist()
+        risk, kept = (self._counts.item(what, EVERYWHERE, drafter, 0) for what in (_RISK, _KEPT))
         return (kept + self._memory.weight * self._memory.prior) / (risk + self._memory.weight)
 
-    def estimate(
-        self, situation: int, costs: BlockCosts, unread: Float64[np.ndarray, " drafters"], remaining: float
-    ) -> None:
+    def estimate(self, situation: int, costs: BlockCosts, unread: Unread, remaining: float) -> None:
         """Estimate what every arm is worth in one situation.
 
         Args:
-            unread: Tokens that each drafter has to read before its first block.
+            unread: What each drafter has to read before its first block.
             remaining: Tokens of the text to come: a block is charged for reading by its share of them.
         """
         worth, arms = self.worth, self._arms
         _worth(
             self._counts, situation, self._beliefs, arms.drafter, arms.k,
-            costs.target, costs.drafts, costs.overhead, costs.plain, costs.reading, unread, remaining,
+            costs.target, costs.drafts, costs.overhead, costs.plain,
+            costs.reading, unread.read_to, unread.size, remaining,
             worth.tokens, worth.deviation, worth.seconds, worth.blocks,
         )  # fmt: skip
 
@@ -181,7 +181,8 @@ def _estimate(
     overhead: float,
     plain: float,
     reading: Float64[np.ndarray, " drafters"],
-    unread: Float64[np.ndarray, " drafters"],
+    read_to: Float64[np.ndarray, " drafters"],
+    size: int,
     remaining: float,
     tokens: Float64[np.ndarray, " arms"],
     deviation: Float64[np.ndarray, " arms"],
@@ -210,7 +211,7 @@ def _estimate(
             verify += offers * (target[position + 1] - target[position])
         tokens[arm] = 1.0 + mean
         deviation[arm] = max(square - mean * mean, 0.0) ** 0.5
-        share = reading[drafter] * unread[drafter] / remaining
+        share = reading[drafter] * (size - read_to[drafter]) / remaining
         seconds[arm] = drafts[drafter, arm_k[arm]] + verify + overhead + share * tokens[arm]
         blocks[arm] = counts[0, situation, drafter, 0]
 

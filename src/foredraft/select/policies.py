@@ -106,11 +106,11 @@ class Thresholds:
         _require_sane("thresholds", limit=self.limit, long_below=self.long_below, medium_below=self.medium_below)
 
     def choose(self, view: View) -> int:
-        cost, own = view.worth.seconds, view.arms.own
+        cost, own = view.worth.seconds.tolist(), view.arms.own
         dearest = [cost[arms[-1]] for arms in own]
         weak, strong = dearest.index(min(dearest)), dearest.index(max(dearest))
-        drafter = strong if view.perplexity[weak] > self.limit else weak
-        entropy, arms = view.entropy[drafter], own[drafter]
+        drafter = strong if view.perplexity.item(weak) > self.limit else weak
+        entropy, arms = view.entropy.item(drafter), own[drafter]
         if entropy < self.long_below:
             return arms[-1]
         return arms[len(arms) // 2] if entropy < self.medium_below else arms[0]
@@ -226,11 +226,10 @@ class Score:
             raise UserError(f"Weights of a score lie in 0 .. {_LARGEST:,.0f}, one of them above 0, not {weights}.")
 
     def choose(self, view: View) -> int:
-        rates, worth = view.rates, view.worth
-        score = (self.speed / rates[PLAIN]) * rates + self.quality * (worth.tokens - 1.0) / view.arms.asked
-        if self.resource:
-            score -= self.resource * np.append(view.memory, 0.0)[view.arms.drafter]  # NOBODY, the last, has none
-        return int(score.argmax())
+        worth, arms = view.worth, view.arms
+        return _scored(
+            worth.tokens, worth.seconds, arms.drafter, arms.k, view.memory, self.speed, self.quality, self.resource
+        )
 
 
 def read_policy(text: str) -> Policy:
@@ -291,7 +290,28 @@ def _hedged_draw(tokens: np.ndarray, seconds: np.ndarray, blocks: np.ndarray, et
     return int(weights.argmax())
 
 
+def _highest_score(
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    arm_drafter: np.ndarray,
+    arm_k: np.ndarray,
+    memory: np.ndarray,
+    speed: float,
+    quality: float,
+    resource: float,
+) -> int:
+    best, arm = -np.inf, 0
+    for index in range(len(tokens)):
+        score = speed * tokens[index] / seconds[index] * seconds[0] / tokens[0]
+        if index:
+            score += quality * (tokens[index] - 1.0) / arm_k[index] - resource * memory[arm_drafter[index]]
+        if score > best:
+            best, arm = score, index
+    return arm
+
+
 # The compiler needs the bare functions, not those wrapped by checks of their annotations.
 _plausible = njit(cache=True)(inspect.unwrap(_plausible_rate))
 _drawn = njit(cache=True)(inspect.unwrap(_drawn_rate))
+_scored = njit(cache=True)(inspect.unwrap(_highest_score))
 _hedged = njit(cache=True)(inspect.unwrap(_hedged_draw))

@@ -7,35 +7,37 @@ from jaxtyping import Float64
 
 
 class Unread:
-    """Tokens of one text that each drafter has not read.
+    """What each drafter has not read of one text.
 
-    What a drafter reads from one of its blocks to the next is part of the time of a block.
+    What a drafter reads from one of its blocks to the next is part of the time of a block, and not counted here.
 
     Attributes:
-        tokens: By drafter.
+        size: Tokens of the text.
+        read_to: By drafter: tokens that it has read, from the first on.
     """
 
-    def __init__(self, num_drafters: int, context: int = 0) -> None:
-        self.tokens = np.full(num_drafters, float(context))
-        self._size = context
+    def __init__(self, num_drafters: int, size: int = 0) -> None:
+        self.size, self.read_to = size, np.zeros(num_drafters)
 
-    def start(self, context: int, shared: int = 0) -> None:
-        """Begin another text of so many tokens, of which so many are how the last one began."""
-        known = np.minimum(self._size - self.tokens, shared)
-        self.tokens[:] = context - known
-        self._size = context
+    def start(self, size: int, shared: int = 0) -> None:
+        """Begin another text of so many tokens, which begins with so many of the last one's."""
+        self.size, self.read_to = size, np.minimum(self.read_to, shared)
+
+    def tokens(self, drafter: int) -> float:
+        """Return how many tokens a drafter has not read."""
+        return self.size - self.read_to.item(drafter)
 
     def read(self, readers: Collection[int], seconds: Float64[np.ndarray, " drafters"]) -> float:
         """Let some drafters read all; return the seconds that it takes them, from those of each for a token."""
         taken = 0.0
-        for number in readers:
-            taken += float(self.tokens[number] * seconds[number])
-            self.tokens[number] = 0.0
+        for drafter in readers:
+            if waiting := self.tokens(drafter):
+                taken += waiting * seconds.item(drafter)
+                self.read_to[drafter] = self.size
         return taken
 
     def grow(self, tokens: int, readers: Collection[int]) -> None:
         """Let the text go on behind a block of which some drafters were asked."""
-        self._size += tokens
-        self.tokens += tokens
-        for number in readers:
-            self.tokens[number] = 0.0
+        self.size += tokens
+        for drafter in readers:
+            self.read_to[drafter] = self.size
