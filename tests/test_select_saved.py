@@ -79,3 +79,25 @@ def test_what_is_no_selection_says_so(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"is no selection|another version"):
             load_drafter(str(tmp_path / "bad.json"), SPEAKER)
+
+
+def test_damaged_costs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "selection.json"
+    costs = {1: BlockCosts.by_ratio([0.1], 4, 0.1)}
+    save_selection(path, Saved.of(SPEAKER, {"copy": "prompt-lookup"}, (2,), "ucb", costs))
+    whole = json.loads(path.read_text())
+    for name, damaged in (
+        ("reading_seconds", None),
+        ("reading_seconds", [0.1, 0.2]),
+        ("reading_seconds", [-1.0]),
+        ("draft_seconds", [0.1]),
+        ("draft_seconds", [["a"]]),
+        ("target_seconds", 1.0),
+        ("overhead", None),
+    ):
+        path.write_text(json.dumps(whole | {"costs": {"1": whole["costs"]["1"] | {name: damaged}}}))
+        with pytest.raises(CheckpointError, match="costs that are none"):
+            load_drafter(str(path), SPEAKER)
+    path.write_text(json.dumps(whole | {"costs": {"1": {}}}))
+    with pytest.raises(CheckpointError, match="costs that are none"):
+        load_drafter(str(path), SPEAKER)

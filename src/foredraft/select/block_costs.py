@@ -35,6 +35,8 @@ class BlockCosts:
         never_negative = np.append(self.drafts, self.reading)
         if not (self.target > 0.0).all() or not np.isfinite(never_negative).all() or (never_negative < 0.0).any():
             raise UserError("Costs must be measured seconds: positive target steps, draft steps of 0 or more.")
+        if self.drafts.ndim != 2 or self.reading.shape != self.drafts.shape[:1] or self.target.ndim != 1:
+            raise UserError("Costs hold draft steps by drafter and length, and seconds of reading by drafter.")
 
     @property
     def plain(self) -> float:
@@ -104,7 +106,7 @@ class BlockCosts:
         target, drafts, reading = (
             np.array(data[name], float) for name in ("target_seconds", "draft_seconds", "reading_seconds")
         )
-        return BlockCosts(target, drafts, data["overhead"], data["plain_overhead"], reading)
+        return BlockCosts(target, drafts, float(data["overhead"]), float(data["plain_overhead"]), reading)
 
 
 def at_batch_size(law: Mapping[str, Any], rows: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def load_selection(path: Path, target: Speaker, load: Callable[[str], Drafter]) 
                 f"{path}: the drafter {name} at {spec} is {found}, chosen was {saved.digests[name]}: it was made anew. "
                 "Choose again, since acceptance and costs may differ."
             )
-    costs = {int(requests): BlockCosts.from_json(one) for requests, one in saved.costs.items()}
+    costs = _costs(path, saved)
     drafters = {name: load(spec) for name, spec in saved.specs.items()}
     policy, lengths = read_policy(saved.policy), tuple(saved.lengths)
     return AdaptiveDrafter(Portfolio(drafters, lengths, costs, policy, target_bytes=saved.target_bytes))
@@ -126,6 +126,13 @@ def _digest(spec: str) -> str:
     """Return the digests of the draft folders that a spec names, ways of drafting included; empty without any."""
     named = sorted({spec, *re.split(r"[+:,=|]", spec)} - {""})
     return "+".join(verify_draft(Path(part)).digest for part in named if (Path(part) / MANIFEST).is_file())
+
+
+def _costs(path: Path, saved: Saved) -> dict[int, BlockCosts]:
+    try:
+        return {int(requests): BlockCosts.from_json(one) for requests, one in saved.costs.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+        raise CheckpointError(f"{path} holds costs that are none ({error}): choose again.") from error
 
 
 def _read(path: Path) -> Saved:
