@@ -2,16 +2,20 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from foredraft.acceptance.audit import audit
 from foredraft.acceptance.cost import measure_costs
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.proposal import Proposal
 from foredraft.decoding.speculative import Limits, decode
+from foredraft.drafters import load_drafter
+from foredraft.models.target import load_target
 from foredraft.select.adaptive import AdaptiveDrafter, Portfolio
 from foredraft.select.arms import PLAIN, Arms
 from foredraft.select.block_costs import BlockCosts, at_batch_size
@@ -160,3 +164,15 @@ def test_decoding_counts_the_seconds_that_the_simulation_counts() -> None:
     second, calls, _ = seconds(longer)
     assert second == pytest.approx(calls * block + 10 * 0.02, abs=1e-6)
     assert drafter.controller.texts == 1
+
+
+def test_an_audit_lets_no_draft_read_that_was_not_chosen_and_timed(
+    tiny_target_folder: Path, tiny_draft_folder: Path
+) -> None:
+    """Literal calls are those of replay, to the call, since both know the same of what was read."""
+    target = load_target(str(tiny_target_folder))
+    drafters = {"copy": load_drafter("prompt-lookup", target), "model": load_drafter(str(tiny_draft_folder), target)}
+    adaptive = AdaptiveDrafter(Portfolio(drafters, LENGTHS, {1: DEAR}, read_policy("hedge")))
+    prompts = [torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    found = audit(target, {"adaptive": (adaptive.bind(GREEDY), 3)}, prompts, GREEDY, 24, 0)["adaptive"]
+    assert found.calls == found.expected_calls == found.low == found.high

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.acceptance.replay import acceptance_given_text, as_arrays, by_block_start
 from foredraft.core.law import SamplingLaw, token_logprobs
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import Answer, Drafter
+from foredraft.core.protocols import CONTROLLED, Answer, Drafter, StatesValidity
 from foredraft.decoding.speculative import Decoded, Limits, TargetSession, decode, plain_decode
 from foredraft.models.target import LocalTarget
 
@@ -35,7 +35,8 @@ class Audit:
         k: Draft tokens of a block.
         prompts, tokens, calls: Of the literal run: prompts answered, tokens emitted, target calls.
         expected_calls, low, high: Replay's mean and middle 99 % of the calls for the same text.
-        speedup: Wall clock per token, plain / speculative, prompt processing left out; ratio of sums.
+        speedup: Wall clock per token, plain / speculative, ratio of sums. The target's reading of the prompt is left
+            out, and the draft's too, unless it is for the drafter to choose who reads it.
         speedup_low, speedup_high: 95 % interval over prompts (cluster bootstrap; wide where prompts are few).
         same_text: Prompts whose text equals that of plain decoding; means something under a greedy law only.
     """
@@ -98,7 +99,8 @@ def audit(
             plain.append(plain_decode(session, prompt, law, limits, generator))
             task.advance()
             for name, (drafter, k) in drafters.items():
-                drafter.propose(prompt, 1, generator)
+                if not _chooses(drafter):
+                    drafter.propose(prompt, 1, generator)
                 literal[name].append(decode(session, drafter, prompt, law, k, limits, generator))
                 task.advance()
     read = _read_once(target, law)
@@ -140,6 +142,10 @@ def _audit(
         speedup_high,
         sum(torch.equal(one.token_ids, other.token_ids) for one, other in zip(plain, literal, strict=True)),
     )
+
+
+def _chooses(drafter: Drafter) -> bool:
+    return isinstance(drafter, StatesValidity) and drafter.validity == CONTROLLED
 
 
 def _read_once(target: LocalTarget, law: SamplingLaw) -> Callable[[Answer], Float[np.ndarray, " answer"]]:
