@@ -154,10 +154,12 @@ def switched(traffic: Traffic, costs: BlockCosts, lengths: tuple[int, ...]) -> d
     by_domain: dict[str, list[Recorded]] = {}
     for answer in traffic.answers:
         by_domain.setdefault(answer.domain, []).append(answer)
+    sizes = {domain: sum(map(len, own)) for domain, own in by_domain.items()}
+    enough = min(500, sorted(sizes.values())[-2])  # tokens; fewer only where no two domains have as many
     rates = {
         domain: np.array([run.tokens_per_second for run in fixed_runs(_part(traffic, own), costs, lengths)])
         for domain, own in by_domain.items()
-        if sum(map(len, own)) > 500
+        if sizes[domain] >= enough
     }
     loss = {
         (one, other): rates[other].max() / rates[other][rates[one].argmax()]
