@@ -39,6 +39,14 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of two layers, for laws to which the depth is nothing: half the time."""
+    from tests.tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("models") / "shallow-target", num_layers=2)
+
+
+@pytest.fixture(scope="session")
 def tiny_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A one-layer Llama of the same vocabulary: an ordinary transformers folder, no foredraft.json."""
     from tests.tiny import save_tiny
