@@ -15,9 +15,19 @@ from inspect import isclass
 from types import CodeType, ModuleType
 from typing import Any
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import jaxtyped
 
+
+class WrongArgument(TypeError):
+    """An argument is not what the annotation says."""
+
+
+class WrongResult(TypeError):
+    """A result is not what the annotation says."""
+
+
+_ERRORS = BeartypeConf(violation_param_type=WrongArgument, violation_return_type=WrongResult)
 _AXES = jaxtyped("context")
 _NAME = "__checked__"
 
@@ -43,7 +53,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*arguments: Any, **keywords: Any) -> Any:
         nonlocal checks
         if checks is None:
-            checks = beartype(_without_unknown_names(function))
+            checks = beartype(conf=_ERRORS)(_without_unknown_names(function))
         with _AXES:
             return checks(*arguments, **keywords)
 

@@ -7,11 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from beartype.roar import BeartypeCallHintParamViolation as WrongArgument
-from beartype.roar import BeartypeCallHintReturnViolation as WrongResult
 
 from foredraft.models.few_rows import few_rows_linear
-from tests.shapes import check_annotations
+from tests.shapes import WrongArgument, WrongResult, check_annotations
 
 SOURCE = """
 from collections.abc import Callable
