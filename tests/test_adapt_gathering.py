@@ -24,8 +24,8 @@ TOP = 5
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> LocalTarget:
-    return load_target(str(tiny_target_folder), "float32")
+def target(shallow_target_folder: Path) -> LocalTarget:
+    return load_target(str(shallow_target_folder), "float32")
 
 
 def served(target: LocalTarget, spec: str, law: SamplingLaw, **settings: object) -> list[Gathered]:

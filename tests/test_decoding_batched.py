@@ -34,8 +34,8 @@ DRAFTERS: dict[str, Callable[[LocalTarget, CausalLMDrafter], Drafter]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> LocalTarget:
-    return load_target(str(tiny_target_folder), "float32")
+def target(shallow_target_folder: Path) -> LocalTarget:
+    return load_target(str(shallow_target_folder), "float32")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from foredraft.core.errors import NonFiniteError, PromptError
 from foredraft.core.law import GREEDY, SamplingLaw
@@ -33,20 +34,25 @@ def target_and_draft(target_folder: Path, draft_folder: Path) -> tuple[LocalTarg
 def assert_greedy_equals_transformers(target_folder: Path, draft_folder: Path) -> None:
     """Decode greedily with a chain and compare with transformers' generate, token for token."""
     target, drafter = target_and_draft(target_folder, draft_folder)
-    assert_equals_transformers(target, drafter, 4)
+    assert_answers(target, drafter, 4, answered_by_transformers(target))
 
 
-def assert_equals_transformers(target: LocalTarget, drafter: Drafter, k: int) -> None:
+def answered_by_transformers(target: LocalTarget) -> list[tuple[Tensor, list[int]]]:
+    """Return each prompt and its greedy answer."""
+    answers = []
     for prompt in PROMPTS:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         padding = list(range(len(target.tokenizer), target.vocab_size))
-        wanted = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, suppress_tokens=padding)
-        wanted = wanted[0, ids.shape[1] :]
-        limits = Limits(NEW_TOKENS, target.stop_ids, target.max_context)
-        session, generator = target.session(), torch.Generator().manual_seed(0)
-        plain = plain_decode(session, ids[0], GREEDY, limits, generator)
-        assert plain.token_ids.tolist() == wanted.tolist()
-        assert decode(session, drafter, ids[0], GREEDY, k, limits, generator).token_ids.tolist() == wanted.tolist()
+        text = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, suppress_tokens=padding)[0]
+        answers.append((ids[0], text[ids.shape[1] :].tolist()))
+    return answers
+
+
+def assert_answers(target: LocalTarget, drafter: Drafter, k: int, wanted: list[tuple[Tensor, list[int]]]) -> None:
+    limits, session = Limits(NEW_TOKENS, target.stop_ids, target.max_context), target.session()
+    for ids, answer in wanted:
+        found = decode(session, drafter, ids, GREEDY, k, limits, torch.Generator().manual_seed(0))
+        assert found.token_ids.tolist() == answer
 
 
 DRAFTERS: dict[str, Callable[[LocalTarget, CausalLMDrafter], Drafter]] = {
@@ -65,14 +71,28 @@ def itself(target: LocalTarget) -> CausalLMDrafter:
     return CausalLMDrafter(Draft(target.model, torch.empty(0, dtype=torch.long)), GREEDY, target.vocab_size)
 
 
+@pytest.fixture(scope="module")
+def wanted(shallow_target_folder: Path) -> list[tuple[Tensor, list[int]]]:
+    return answered_by_transformers(LocalTarget(load_causal_lm(str(shallow_target_folder), "float32")))
+
+
+def test_plain_decoding_equals_transformers_token_for_token(
+    wanted: list[tuple[Tensor, list[int]]], shallow_target_folder: Path
+) -> None:
+    target = LocalTarget(load_causal_lm(str(shallow_target_folder), "float32"))
+    limits, session = Limits(NEW_TOKENS, target.stop_ids, target.max_context), target.session()
+    for ids, answer in wanted:
+        assert plain_decode(session, ids, GREEDY, limits, torch.Generator()).token_ids.tolist() == answer
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "sampling model" else []) for kind in DRAFTERS]
 )
 def test_greedy_decoding_equals_transformers_token_for_token(
-    kind: str, tiny_target_folder: Path, tiny_draft_folder: Path
+    kind: str, wanted: list[tuple[Tensor, list[int]]], shallow_target_folder: Path, tiny_draft_folder: Path
 ) -> None:
-    target, draft = target_and_draft(tiny_target_folder, tiny_draft_folder)
-    assert_equals_transformers(target, DRAFTERS[kind](target, draft), 4)
+    target, draft = target_and_draft(shallow_target_folder, tiny_draft_folder)
+    assert_answers(target, DRAFTERS[kind](target, draft), 4, wanted)
 
 
 def test_the_target_as_its_own_draft_is_never_rejected(tmp_path: Path) -> None:
@@ -86,8 +106,8 @@ def test_the_target_as_its_own_draft_is_never_rejected(tmp_path: Path) -> None:
     assert all(block.accepted == block.examined for block in decoded.blocks)
 
 
-def test_the_cache_is_cropped_and_nothing_is_read_twice(tiny_target_folder: Path, tiny_draft_folder: Path) -> None:
-    target, drafter = target_and_draft(tiny_target_folder, tiny_draft_folder)
+def test_the_cache_is_cropped_and_nothing_is_read_twice(shallow_target_folder: Path, tiny_draft_folder: Path) -> None:
+    target, drafter = target_and_draft(shallow_target_folder, tiny_draft_folder)
     read: list[int] = []
     target.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -100,16 +120,16 @@ def test_the_cache_is_cropped_and_nothing_is_read_twice(tiny_target_folder: Path
         assert read == [(len(ids) if i == 0 else 1) + block.drafted for i, block in enumerate(decoded.blocks)]
 
 
-def test_the_context_limit_is_respected(tiny_target_folder: Path, tiny_draft_folder: Path) -> None:
-    target, drafter = target_and_draft(tiny_target_folder, tiny_draft_folder)
+def test_the_context_limit_is_respected(shallow_target_folder: Path, tiny_draft_folder: Path) -> None:
+    target, drafter = target_and_draft(shallow_target_folder, tiny_draft_folder)
     prompt, limits = torch.full((target.max_context - 5,), 70), Limits(50, (), target.max_context)
     assert len(decode(target.session(), drafter, prompt, GREEDY, 4, limits, torch.Generator()).token_ids) == 5
     with pytest.raises(PromptError, match="512 tokens cannot be answered: the target reads 1 to 512"):
         plain_decode(target.session(), torch.full((512,), 70), GREEDY, limits, torch.Generator())
 
 
-def test_non_finite_logits_name_the_position(tiny_target_folder: Path) -> None:
-    target = LocalTarget(load_causal_lm(str(tiny_target_folder), "float32"))
+def test_non_finite_logits_name_the_position(shallow_target_folder: Path) -> None:
+    target = LocalTarget(load_causal_lm(str(shallow_target_folder), "float32"))
     with torch.no_grad():
         target.model.base_model.norm.weight.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="token 3 of the text"):

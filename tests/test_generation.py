@@ -19,8 +19,8 @@ ASKED = Asked(max_new_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> LocalTarget:
-    return load_target(str(tiny_target_folder), "float32")
+def target(shallow_target_folder: Path) -> LocalTarget:
+    return load_target(str(shallow_target_folder), "float32")
 
 
 def prompts(*texts: str) -> list[Prompt]:

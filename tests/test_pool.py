@@ -1,4 +1,4 @@
-"""The main job end to end on a tiny target, through the command line in processes of their own."""
+"""The main job end to end on a tiny target, through the command line: briefly here, in processes of its own if slow."""
 
 import json
 import os
@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from foredraft.cli import app
 from tests.tiny import WORDS
 
 RECIPE = """
@@ -43,6 +45,14 @@ MORE = """
 FEW = {"lookup", "ngram", "untrained", "prefix", "pruned"}
 ALL = FEW | {"matched", "int8", "sure", "own-law", "full-head"}
 
+
+# What the run of every suite does less of.
+SMALLER = (
+    "trace.prompts.0.train=32",
+    "trace.max_new_tokens=16",
+    "candidates.pruned.2.distill.tokens=800",
+    "evaluate.audit_tokens=8",
+)
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -80,7 +90,10 @@ def uninterrupted(recipe: Path, out: Path) -> tuple[Path, dict]:
 def short(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, dict]:
     """A run of few candidates and its report."""
     folder = tmp_path_factory.mktemp("short")
-    return uninterrupted(written("", tiny_target_folder, folder), folder / "run")
+    words = ["run", str(written("", tiny_target_folder, folder)), "--out", str(folder / "run"), "--json"]
+    ended = CliRunner().invoke(app, [*words, *(word for value in SMALLER for word in ("--set", value))])
+    assert ended.exit_code == 0, ended.output
+    return folder / "run", json.loads(ended.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -218,7 +218,7 @@ def _said(counted: Counted) -> str:
     return f"{counted.accepted} of {'?' if counted.drafted is None else counted.drafted}{positions}"
 
 
-def _json(difference: Difference | None) -> dict[str, float] | None:
+def _json(difference: Difference | None) -> dict[str, int | float] | None:
     return None if difference is None else {"position": difference.position, "gap": difference.gap}
 
 
