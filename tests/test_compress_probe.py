@@ -18,11 +18,11 @@ from foredraft.core.errors import ModelError, OutputError, RecipeError, TraceErr
 from foredraft.core.files import claimed
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.factoring import low_rank_draft
-from foredraft.lineage import blank_manifest
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers, layer_stack
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import load_target
 from foredraft.searching import compress_draft
 from foredraft.sensing import draft_sensitivity
