@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from foredraft import compressing
 from foredraft.compress.bnb import quantize_bnb
 from foredraft.core.errors import CheckpointError, MissingExtraError, ModelError
-from foredraft.lineage import blank_manifest
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.kept_packing import keep_packing
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.reopened import logits_of, refuse_changed_logits
 from foredraft.models.target import load_target
 from foredraft.steps import QuantizeStep

@@ -12,8 +12,8 @@ from foredraft.compress.plan import unit_formats
 from foredraft.compress.probe import Bench, measure
 from foredraft.compress.quantize import quantize, round_to_nearest
 from foredraft.distill.train import distill
-from foredraft.lineage import blank_manifest
 from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.models.units import search_units
 from foredraft.steps import CompressStep, DistillStep

@@ -13,9 +13,9 @@ from foredraft.compress_tables import rank_table
 from foredraft.core.errors import RecipeError
 from foredraft.core.protocols import Answer
 from foredraft.factoring import low_rank_draft
-from foredraft.lineage import blank_manifest
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import load_target
 from foredraft.steps import LowRankStep
 from tests.test_compress_probe import made_trace

@@ -1,6 +1,7 @@
 """Laws of measuring changes to a draft from kept states, and of cuts that are decided by it."""
 
 from collections.abc import Callable
+from contextvars import Context
 from functools import cache
 from pathlib import Path
 
@@ -13,19 +14,30 @@ from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import quantize
-from foredraft.core.errors import ModelError, RecipeError, TraceError, UserError, VocabMismatchError
+from foredraft.core.errors import ModelError, OutputError, RecipeError, TraceError, UserError, VocabMismatchError
+from foredraft.core.files import claimed
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.factoring import low_rank_draft
-from foredraft.lineage import blank_manifest
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.layers import keep_layers, layer_stack
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import load_target
 from foredraft.searching import compress_draft
 from foredraft.sensing import draft_sensitivity
-from foredraft.steps import CompressStep, LowRankStep, PruneStep, QuantizeStep, SensitivitySettings
+from foredraft.steps import (
+    AdaptStep,
+    CompressStep,
+    DistillStep,
+    LowRankStep,
+    MetaStep,
+    PruneStep,
+    QuantizeStep,
+    SensitivitySettings,
+)
 from foredraft.trace.store import Trace
+from foredraft.trainings import adapt_draft, distill_draft, meta_draft
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.traces import build_trace, trace_row
 
@@ -253,6 +265,29 @@ def test_nothing_shrinks_a_draft_of_other_tokens(shrink: Callable, workshop: tup
     with pytest.raises(VocabMismatchError, match="token 259 is 'sea' here and nothing there"):
         shrink(tmp_path / "foreign", target, [trace], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *SHRINKS.args[1][:4],
+        lambda *given: distill_draft(*given[:3], DistillStep(tokens=40), given[3]),
+        lambda *given: adapt_draft(*given[:2], [], [], [], AdaptStep(), given[3]),
+        lambda *given: meta_draft(*given[:3], MetaStep(), given[3]),
+    ],
+    ids=["prune", "quantize", "low-rank", "compress", "distill", "adapt", "meta"],
+)
+def test_of_two_that_make_one_folder_the_second_is_refused_at_once(
+    make: Callable, workshop: tuple, tmp_path: Path
+) -> None:
+    """Before the draft is read: there is none."""
+    _, target, trace = workshop
+    with claimed(tmp_path / "out"), pytest.raises(OutputError, match="is being written by another process"):
+        Context().run(make, tmp_path / "none", target, [trace], tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    with pytest.raises(OutputError, match="exists already"):
+        make(tmp_path / "none", target, [trace], tmp_path / "out")
 
 
 def test_calibration_does_not_depend_on_the_order_of_a_trace(workshop: tuple, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from foredraft.core.progress import SILENT
 from foredraft.core.roofline import Machine
 from foredraft.distill.init.width import Importance, narrow_by
 from foredraft.distill.init.widths import Widths
-from foredraft.lineage import blank_manifest
 from foredraft.models.calibration import calibration_batches
 from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.passes import pass_facts
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.models.units import search_units

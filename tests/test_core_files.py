@@ -2,6 +2,10 @@
 
 import errno
 import json
+import signal
+import subprocess
+import sys
+from contextvars import Context
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,7 @@ from safetensors import SafetensorError
 
 from foredraft.checkpoint import DraftManifest, read_manifest, record_measurement, verify_draft, write_draft
 from foredraft.core.errors import CheckpointError, OutputError
-from foredraft.core.files import whole_file, whole_folder, write_json
+from foredraft.core.files import claimed, whole_file, whole_folder, write_json
 from foredraft.workspace import Workspace
 
 MANIFEST = DraftManifest("ngram", 100, "target", "t1", "k1", options={"order": 3})
@@ -87,6 +91,36 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
     with whole_folder(tmp_path / "out") as partial:
         fill(partial)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_claimed_is_written_by_nobody_else(tmp_path: Path) -> None:
+    """A fresh context is what another thread or process is: it holds no claim."""
+
+    def write(path: Path) -> None:
+        with whole_folder(path) as partial:
+            fill(partial)
+
+    with claimed(tmp_path / "out"):
+        with pytest.raises(OutputError, match="is being written by another process"):
+            Context().run(write, tmp_path / "out")
+        write(tmp_path / "other")
+        write(tmp_path / "out")
+    with pytest.raises(OutputError, match="exists already"), claimed(tmp_path / "out"):
+        pass
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_the_claim_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from foredraft.core.files import claimed\n"
+        "with claimed(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / ".out.lock").exists()
+    with claimed(tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_folders_are_never_overwritten(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from foredraft.distill.init import init_from_target
 from foredraft.distill.optimizer import Updater, clip_gradients
 from foredraft.distill.student import Figures, Student
 from foredraft.distill.train import Distilled, distill
-from foredraft.lineage import blank_manifest
 from foredraft.models.draft import save_draft
+from foredraft.models.made_for import blank_manifest
 from foredraft.steps import DistillStep
 from foredraft.trace.store import Trace
 from foredraft.trainings import distill_draft

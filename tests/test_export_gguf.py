@@ -18,10 +18,10 @@ from foredraft.export.gguf_file import refuse_changed_file, write_gguf
 from foredraft.export.gguf_tensors import TYPES, stored_tensors
 from foredraft.export.gguf_vocabulary import pre_tokenizer_name, vocabulary_fields
 from foredraft.export.llamacpp import export_llamacpp
-from foredraft.lineage import blank_manifest
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, save_draft
 from foredraft.models.loading import load_causal_lm
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import LocalTarget, load_target
 from tests.test_models_gguf import _write_gguf as write_by_hand
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer

@@ -302,13 +302,13 @@ def test_what_transformers_cannot_take_is_refused(target: LocalTarget, tmp_path:
         export_transformers(tmp_path / "narrow", target, 3, tmp_path / "out")
     other = manifest_for(target, tokenizer_fingerprint="0" * 16)
     save_draft(Draft(tiny_model(num_layers=1)), tmp_path / "other", other, target.tokenizer)
-    with pytest.raises(VocabMismatchError, match="was made for the tokenizer 00000000 of tiny-target"):
+    with pytest.raises(VocabMismatchError, match="was made for tiny-target .* tokenizer 00000000.*, not for"):
         export_transformers(tmp_path / "other", target, 3, tmp_path / "out")
     (tmp_path / "table").mkdir()
-    text = (tmp_path / "other" / MANIFEST).read_text().replace('"causal-lm"', '"ngram"')
-    (tmp_path / "table" / MANIFEST).write_text(text)
+    text = (tmp_path / "other" / MANIFEST).read_text().replace("0" * 16, target.tokenizer_fingerprint)
+    (tmp_path / "table" / MANIFEST).write_text(text.replace('"causal-lm"', '"ngram"'))
     with pytest.raises(ModelError, match="drafter of kind ngram"):
         export_transformers(tmp_path / "table", target, 3, tmp_path / "out")
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    with pytest.raises(ModelError, match=r"neither foredraft\.json nor config\.json"):
         export_transformers(tmp_path, target, 3, tmp_path / "out")
     assert not (tmp_path / "out").exists()

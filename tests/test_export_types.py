@@ -23,9 +23,9 @@ from foredraft.export import llama_quantize
 from foredraft.export.gguf_types import integer_blocks, module_types
 from foredraft.export.openvino import OPTIMUM_VARIABLE, export_openvino
 from foredraft.export.plan import PLAN
-from foredraft.lineage import blank_manifest
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.packed import PackedLinear
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.verification.forms import FORMS

@@ -16,12 +16,12 @@ from foredraft.core.runtimes import RUNTIMES, verdict
 from foredraft.drafters import load_drafter
 from foredraft.export.transformers import export_transformers
 from foredraft.factoring import low_rank_draft
-from foredraft.lineage import blank_manifest
 from foredraft.models.beside import hold_once
 from foredraft.models.causal_lm import load_causal_lm_drafter
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.factored import FactoredLinear
 from foredraft.models.facts import read_side
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.steps import DistillStep, InitStep, LowRankStep
 from foredraft.trace.store import Trace

@@ -10,8 +10,11 @@ import torch
 from foredraft.check import check_pair
 from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchError
 from foredraft.core.law import GREEDY
+from foredraft.core.pair import CUT_OTHERWISE
 from foredraft.drafters import load_drafter
 from foredraft.export.llamacpp import FILE, export_llamacpp
+from foredraft.export.transformers import export_transformers
+from foredraft.lineage import manifest_for
 from foredraft.models.foreign import foreign_head
 from foredraft.models.target import load_target
 from tests.test_export_gguf import save_named
@@ -59,15 +62,24 @@ def test_a_config_of_other_contents_is_named(broken: str, tiny_target_folder: Pa
         load_drafter(str(tmp_path), load_target(str(tiny_target_folder), "float32"))
 
 
-def test_the_same_tokens_cut_otherwise_are_named(tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_the_same_tokens_cut_otherwise_are_named_alike_everywhere(tiny_target_folder: Path, tmp_path: Path) -> None:
+    """By scoring, by what makes drafts of drafts, by export, and by check."""
     save_tiny(tmp_path / "draft", num_layers=1)
     file = tmp_path / "draft" / "tokenizer.json"
     rules = json.loads(file.read_text())
     file.write_text(json.dumps({**rules, "pre_tokenizer": {**rules["pre_tokenizer"], "use_regex": True}}))
-    with pytest.raises(
-        VocabMismatchError, match="tokens of tiny-target: they are the same, but text is cut differently"
+    target, draft = load_target(str(tiny_target_folder), "float32"), tmp_path / "draft"
+    for refuse in (
+        lambda: load_drafter(str(draft), target),
+        lambda: manifest_for(draft, target),
+        lambda: export_transformers(draft, target, 3, tmp_path / "out"),
     ):
-        load_drafter(str(tmp_path / "draft"), load_target(str(tiny_target_folder), "float32"))
+        with pytest.raises(VocabMismatchError, match=f"the tokens of tiny-target: {CUT_OTHERWISE.reason}"):
+            refuse()
+    found = check_pair(str(tiny_target_folder), str(draft), ["vllm"])
+    assert CUT_OTHERWISE in found.findings
+    (here,) = (one for one in found.verdicts if one.runtime == "foredraft")
+    assert [(finding.reason, finding.refuses) for finding in here.findings] == [(CUT_OTHERWISE.reason, True)]
 
 
 def test_a_folder_and_its_gguf_file_guess_alike(tmp_path: Path) -> None:

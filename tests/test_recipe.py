@@ -4,10 +4,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from annotated_types import Le
 
 from foredraft.core.errors import RecipeError
+from foredraft.core.lengths import LONGEST_DRAFT
 from foredraft.recipe import load_recipe, parse_recipe, settings_from
-from foredraft.settings import EvaluateSettings
+from foredraft.settings import EvaluateSettings, Settings
 from foredraft.steps import DistillStep, InitStep
 
 GOOD = """
@@ -53,6 +55,15 @@ def test_a_part_takes_overrides_alone() -> None:
     assert settings_from(DistillStep, ["loss=tvd"]).loss == {"tvd": 1.0}
     assert settings_from(InitStep, ["layers=3"]).layers == "3"
     assert settings_from(EvaluateSettings, ["num_draft_tokens=3"]).num_draft_tokens == [3]
+
+
+def test_every_setting_of_a_draft_length_ends_at_the_longest() -> None:
+    kinds = [kind for kind in Settings.__subclasses__() if kind.__module__.startswith("foredraft.")]
+    lengths = [kind.model_fields[name] for kind in kinds for name in ("num_draft_tokens", "k", "longest")
+               if name in kind.model_fields]  # fmt: skip
+    whole = [field for field in lengths if field.annotation is int]
+    assert len(whole) >= 8
+    assert [Le(LONGEST_DRAFT) in field.metadata for field in whole] == [True] * len(whole)
 
 
 def test_all_faults_come_together_with_key_and_line() -> None:

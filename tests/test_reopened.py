@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from foredraft import compressing, factoring
 from foredraft.compress.quantize import quantize
 from foredraft.core.errors import CheckpointError
-from foredraft.lineage import blank_manifest
 from foredraft.models import reopened
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import LocalTarget, load_target
 from foredraft.steps import LowRankStep, PruneStep, QuantizeStep
 from foredraft.trace.store import Trace

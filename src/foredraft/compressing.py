@@ -15,7 +15,7 @@ from foredraft.compress.probe import Bench
 from foredraft.compress.prune import layers_to_keep
 from foredraft.compress.quantize import Rounder, quantize, require_plain, round_to_nearest, unit_sizes
 from foredraft.core.errors import UserError
-from foredraft.core.files import refuse_existing
+from foredraft.core.files import claimed
 from foredraft.core.multiples import MULTIPLES, refuses_head_size, rounded_width
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Speaker
@@ -52,34 +52,34 @@ def prune_draft(
         ModelError: the draft is quantized already.
         OutputError: the folder exists already.
     """
-    refuse_existing(out)
-    draft = load_draft(source, "float32")
-    manifest = extended(manifest_for(source, target), "prune", step)
-    require_plain(draft)
-    says = len(draft.head_token_ids) or len(target.tokenizer)
-    if step.vocab >= says:
-        raise UserError(f"vocab: {step.vocab} rows are no fewer than the {says} tokens that the draft can say.")
-    sample = sample_answers(traces, target, step.answers) if step.measures else []
-    widths = _rounded_widths(draft, step)
-    kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
-    if step.layers:
-        bench = bench_of(traces, step.answers, step.num_draft_tokens) if step.by == "acceptance" else None
-        kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens, progress)
-    model, channels = keep_layers(draft.model, kept), None
-    if step.is_narrower:
-        narrowed = narrow(model, widths, calibration_batches(sample))
-        model, channels = narrowed.model, narrowed.channels
-    repairs = []
-    if step.heal == "linear" and (step.layers or step.is_narrower):
-        repairs = heal_linear(
-            model, draft.model, kept, calibration_batches(sample), every_layer=step.is_narrower, channels=channels
-        )
-    rows = draft.head_token_ids
-    if step.vocab:
-        rows = frequent_rows(traces, target.tokenizer, step.vocab)
-    pruned = {"layers": kept, "widths": asdict(widths), "repairs": [repair.to_json() for repair in repairs]}
-    manifest = replace(manifest, options={**manifest.options, "pruned": pruned})
-    return save_draft(Draft(model, rows), out, manifest, target.tokenizer, refuse_changed_logits)
+    with claimed(out):
+        draft = load_draft(source, "float32")
+        manifest = extended(manifest_for(source, target), "prune", step)
+        require_plain(draft)
+        says = len(draft.head_token_ids) or len(target.tokenizer)
+        if step.vocab >= says:
+            raise UserError(f"vocab: {step.vocab} rows are no fewer than the {says} tokens that the draft can say.")
+        sample = sample_answers(traces, target, step.answers) if step.measures else []
+        widths = _rounded_widths(draft, step)
+        kept = list(range(draft.model.config.get_text_config().num_hidden_layers))
+        if step.layers:
+            bench = bench_of(traces, step.answers, step.num_draft_tokens) if step.by == "acceptance" else None
+            kept = layers_to_keep(draft, step.layers, step.by, sample, bench, step.num_draft_tokens, progress)
+        model, channels = keep_layers(draft.model, kept), None
+        if step.is_narrower:
+            narrowed = narrow(model, widths, calibration_batches(sample))
+            model, channels = narrowed.model, narrowed.channels
+        repairs = []
+        if step.heal == "linear" and (step.layers or step.is_narrower):
+            repairs = heal_linear(
+                model, draft.model, kept, calibration_batches(sample), every_layer=step.is_narrower, channels=channels
+            )
+        rows = draft.head_token_ids
+        if step.vocab:
+            rows = frequent_rows(traces, target.tokenizer, step.vocab)
+        pruned = {"layers": kept, "widths": asdict(widths), "repairs": [repair.to_json() for repair in repairs]}
+        manifest = replace(manifest, options={**manifest.options, "pruned": pruned})
+        return save_draft(Draft(model, rows), out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
@@ -146,36 +146,36 @@ def quantize_draft(
         UserError: gptq without answers.
         OutputError: the folder exists already.
     """
-    refuse_existing(out)
-    draft = load_draft(source, "float32")
-    manifest = extended(manifest_for(source, target), "quantize", step)
-    require_plain(draft)
-    if step.format != "compressed-tensors":
-        packed = quantize_bnb(source, draft, step.format)
-        sizes = [asdict(size) for size in unit_sizes(packed.model)]
-        manifest = replace(manifest, options={**manifest.options, "units": sizes})
-        return save_draft(packed, out, manifest, target.tokenizer, refuse_changed_logits)
-    formats = unit_formats(
-        draft.model, search_units(draft.model), step.bits, step.group, 8 if step.activation_bits == 8 else 16
-    )
-    if not formats:
-        raise UserError("bits: every unit stays in 16 bits: there is nothing to round.")
-    if step.activation_bits == 8 and all(chosen.activation_bits == 16 for chosen in formats.values()):
-        _log.warning("activation_bits has no effect: it goes with 8 bits and one scale a row.")
-    if HEAD in formats and draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight:
-        _log.info(
-            "The head is tied to the embedding and gets a matrix of its own in %d bits: a step reads fewer bytes, the "
-            "folder holds both.",
-            formats[HEAD].bits,
+    with claimed(out):
+        draft = load_draft(source, "float32")
+        manifest = extended(manifest_for(source, target), "quantize", step)
+        require_plain(draft)
+        if step.format != "compressed-tensors":
+            packed = quantize_bnb(source, draft, step.format)
+            sizes = [asdict(size) for size in unit_sizes(packed.model)]
+            manifest = replace(manifest, options={**manifest.options, "units": sizes})
+            return save_draft(packed, out, manifest, target.tokenizer, refuse_changed_logits)
+        formats = unit_formats(
+            draft.model, search_units(draft.model), step.bits, step.group, 8 if step.activation_bits == 8 else 16
         )
-    rounder: Rounder = round_to_nearest
-    if step.method == "gptq":
-        sample = sample_answers(traces, target, step.calibration)
-        rounder = GptqRounder(draft.model, sample)
-    rounded = stored_as(quantize(draft, formats, rounder, progress), source, step.plain)
-    sizes = [asdict(size) for size in unit_sizes(rounded.model)]
-    manifest = replace(manifest, options={**manifest.options, "units": sizes})
-    return save_draft(rounded, out, manifest, target.tokenizer, refuse_changed_logits)
+        if not formats:
+            raise UserError("bits: every unit stays in 16 bits: there is nothing to round.")
+        if step.activation_bits == 8 and all(chosen.activation_bits == 16 for chosen in formats.values()):
+            _log.warning("activation_bits has no effect: it goes with 8 bits and one scale a row.")
+        if HEAD in formats and draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight:
+            _log.info(
+                "The head is tied to the embedding and gets a matrix of its own in %d bits: a step reads fewer bytes, "
+                "the folder holds both.",
+                formats[HEAD].bits,
+            )
+        rounder: Rounder = round_to_nearest
+        if step.method == "gptq":
+            sample = sample_answers(traces, target, step.calibration)
+            rounder = GptqRounder(draft.model, sample)
+        rounded = stored_as(quantize(draft, formats, rounder, progress), source, step.plain)
+        sizes = [asdict(size) for size in unit_sizes(rounded.model)]
+        manifest = replace(manifest, options={**manifest.options, "units": sizes})
+        return save_draft(rounded, out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list[Answer]:

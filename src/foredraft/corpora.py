@@ -13,7 +13,8 @@ from foredraft.core.errors import CapabilityError, CorpusError, UserError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Speaker, Target
 from foredraft.distill.documents import Document, stream_documents
-from foredraft.lineage import blank_manifest, extended
+from foredraft.lineage import extended
+from foredraft.models.made_for import blank_manifest
 from foredraft.ngram.container import ANY_FILE, open_container
 from foredraft.ngram.corpus import Corpus, gathered
 from foredraft.ngram.llamacpp import import_lookup_cache

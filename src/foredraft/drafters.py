@@ -11,7 +11,7 @@ import yaml
 
 from foredraft.catalog import names, resolve, unknown_name_message
 from foredraft.checkpoint import MANIFEST
-from foredraft.core.errors import CapabilityError, UnknownNameError, UserError, VocabMismatchError
+from foredraft.core.errors import CapabilityError, UnknownNameError, UserError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.options import read_options
 from foredraft.core.protocols import Drafter, Observer, Speaker, TextReader, WeighsMemory
@@ -20,7 +20,8 @@ from foredraft.models.beside import hold_once
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.draft import Draft
 from foredraft.models.foreign import refuse_foreign_head
-from foredraft.models.loading import DTYPES, first_difference, load_causal_lm
+from foredraft.models.loading import DTYPES, load_causal_lm
+from foredraft.models.made_for import refuse_other_tokenizer
 from foredraft.models.target import LocalTarget
 from foredraft.select.saved import load_selection
 
@@ -99,14 +100,7 @@ def _load_plain(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
 def _foreign_draft(spec: str, target: Speaker, trust_remote_code: bool) -> Drafter:
     refuse_foreign_head(spec)
     loaded = load_causal_lm(spec, _draft_dtype(target), trust_remote_code)
-    if loaded.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        difference = "their tokenizers are not the same"
-        if isinstance(target, LocalTarget):
-            difference = first_difference(loaded.tokenizer, target.tokenizer) or (
-                "they are the same, but text is cut differently or others are control tokens. Copy the target's "
-                "tokenizer files into the draft"
-            )
-        raise VocabMismatchError(f"{spec} does not speak the tokens of {target.name}: {difference}.")
+    refuse_other_tokenizer(spec, loaded.tokenizer, target)
     return CausalLMDrafter(Draft(loaded.model), SamplingLaw(), target.vocab_size)
 
 

@@ -10,7 +10,7 @@ from foredraft.compress.low_rank import cut_ranks
 from foredraft.compress.quantize import require_plain
 from foredraft.compressing import sample_answers
 from foredraft.core.errors import RecipeError
-from foredraft.core.files import refuse_existing
+from foredraft.core.files import claimed
 from foredraft.core.progress import SILENT, Progress
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.calibration import calibration_batches
@@ -42,22 +42,22 @@ def low_rank_draft(
         UserError: there are no answers to take inputs from.
         OutputError: the folder exists already.
     """
-    refuse_existing(out)
-    draft = load_draft(source, "float32")
-    manifest = extended(manifest_for(source, target), "low_rank", step)
-    require_plain(draft)
-    units = [unit for unit in search_units(draft.model) if unit.layer >= 0 and fnmatchcase(unit.name, step.units)]
-    if not units:
-        raise RecipeError(f"units: the pattern {step.units!r} matches no unit of a layer, such as layers.0.qkv.")
-    ranks = {unit.name: step.rank or rank_within(draft, unit, step.share) for unit in units}
-    if step.form == "factored":
-        _refuse_growth(draft, units, ranks)
-    batches = calibration_batches(sample_answers(traces, target, step.answers)) if step.by == "inputs" else []
-    cut, cuts = cut_ranks(draft, ranks, batches, progress)
-    if step.form == "dense":
-        multiply_out(cut.model)
-    manifest = replace(manifest, options={**manifest.options, "low_rank": [asdict(one) for one in cuts]})
-    return save_draft(cut, out, manifest, target.tokenizer, refuse_changed_logits)
+    with claimed(out):
+        draft = load_draft(source, "float32")
+        manifest = extended(manifest_for(source, target), "low_rank", step)
+        require_plain(draft)
+        units = [unit for unit in search_units(draft.model) if unit.layer >= 0 and fnmatchcase(unit.name, step.units)]
+        if not units:
+            raise RecipeError(f"units: the pattern {step.units!r} matches no unit of a layer, such as layers.0.qkv.")
+        ranks = {unit.name: step.rank or rank_within(draft, unit, step.share) for unit in units}
+        if step.form == "factored":
+            _refuse_growth(draft, units, ranks)
+        batches = calibration_batches(sample_answers(traces, target, step.answers)) if step.by == "inputs" else []
+        cut, cuts = cut_ranks(draft, ranks, batches, progress)
+        if step.form == "dense":
+            multiply_out(cut.model)
+        manifest = replace(manifest, options={**manifest.options, "low_rank": [asdict(one) for one in cuts]})
+        return save_draft(cut, out, manifest, target.tokenizer, refuse_changed_logits)
 
 
 def rank_within(draft: Draft, unit: Unit, share: float) -> int:

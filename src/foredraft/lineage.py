@@ -5,12 +5,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
-from foredraft.core.errors import CheckpointError, ModelError, VocabMismatchError
+from foredraft.checkpoint import MANIFEST, DraftManifest
+from foredraft.core.errors import CheckpointError
 from foredraft.core.law import SamplingLaw
 from foredraft.core.protocols import Speaker
-from foredraft.models.same_tokens import refuse_other_tokens
-from foredraft.models.target import LocalTarget
+from foredraft.models.made_for import made_for_another, own_or_blank_manifest
 from foredraft.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -23,19 +22,9 @@ def manifest_for(source: Path, target: Speaker) -> DraftManifest:
         ModelError: it is neither.
         VocabMismatchError: it was made for another vocabulary or tokenizer than the target's.
     """
-    if not (source / MANIFEST).is_file():
-        if not (source / "config.json").is_file():
-            raise ModelError(f"{source} is no draft: it has neither {MANIFEST} nor config.json.")
-        if isinstance(target, LocalTarget):
-            refuse_other_tokens(source, target)
-        return blank_manifest(target, "causal-lm")
-    manifest = read_manifest(source)
-    if (manifest.vocab_size, manifest.tokenizer_fingerprint) != (target.vocab_size, target.tokenizer_fingerprint):
-        raise VocabMismatchError(
-            f"{source} was made for {manifest.target} ({manifest.vocab_size} tokens, tokenizer "
-            f"{manifest.tokenizer_fingerprint[:8]}), not for {target.name} ({target.vocab_size} tokens, "
-            f"{target.tokenizer_fingerprint[:8]}). Make a draft from this target."
-        )
+    manifest = own_or_blank_manifest(source, target)
+    if manifest.vocab_size != target.vocab_size:
+        raise made_for_another(source, manifest, target)
     warn_of_changed_target(source, manifest, target)
     return manifest
 
@@ -58,11 +47,6 @@ def warn_of_changed_target(source: Path, manifest: DraftManifest, target: Speake
             "or precision). Its recorded figures are of the other target.",
             source, manifest.target, manifest.target_fingerprint[:8], target.name, target.fingerprint[:8],
         )  # fmt: skip
-
-
-def blank_manifest(target: Speaker, kind: str) -> DraftManifest:
-    """Return the manifest of a draft for which nothing was done yet."""
-    return DraftManifest(kind, target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint)
 
 
 def extended(manifest: DraftManifest, verb: str, step: Settings) -> DraftManifest:

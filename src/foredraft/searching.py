@@ -22,7 +22,7 @@ from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_f
 from foredraft.compressing import sample_answers
 from foredraft.core.digest import digest_of, file_digest
 from foredraft.core.errors import UserError
-from foredraft.core.files import refuse_existing, write_json
+from foredraft.core.files import claimed, write_json
 from foredraft.core.multiples import MULTIPLES
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer
@@ -77,9 +77,22 @@ def compress_draft(
         TraceError: a trace in other tokens, or one to heal on that another target wrote or that keeps too little of
             its laws.
         UserError: there is no trace, or no point is within the limits.
-        OutputError: the folder exists already.
+        OutputError: the folder exists already, or another search writes it.
     """
-    refuse_existing(out)
+    with claimed(out):
+        return _compressed(source, target, traces, step, out, progress, scored, held_out)
+
+
+def _compressed(
+    source: Path,
+    target: LocalTarget,
+    traces: Sequence[Trace],
+    step: CompressStep,
+    out: Path,
+    progress: Progress,
+    scored: Sequence[Trace],
+    held_out: Sequence[Prompt],
+) -> dict[str, Any]:
     draft = load_draft(source, "float32")
     manifest = extended(manifest_for(source, target), "compress", step)
     require_plain(draft)

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from foredraft.core.law import SamplingLaw
+from foredraft.core.lengths import LONGEST_DRAFT
 
 QUICKSTART_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHIPPED_PROMPTS = "shipped"
-LONGEST_DRAFT = 64
 
 
 def _draft_lengths(value: Any) -> Any:
@@ -116,13 +116,16 @@ class DecodeSettings(Settings):
     """Literal speculative decoding. Every choice keeps the target's law."""
 
     k: int = Field(
-        4, ge=1, le=64, description="Draft tokens of a block, levels of a tree; the first length if it adapts."
+        4,
+        ge=1,
+        le=LONGEST_DRAFT,
+        description="Draft tokens of a block, levels of a tree; the first length if it adapts.",
     )
     rule: Literal["chain", "block"] = Field("chain", description="Token by token, or the block as a whole.")
     length: Literal["fixed", "window", "marginal"] = Field(
         "fixed", description="window: by recent acceptance (0.85 / 0.6); marginal: while one more token pays."
     )
-    longest: int = Field(16, ge=1, le=64, description="Largest k of a length that adapts.")
+    longest: int = Field(16, ge=1, le=LONGEST_DRAFT, description="Largest k of a length that adapts.")
     cost_ratio: float = Field(0.1, gt=0.0, description="marginal: time of a draft step / of a target step.")
     target_growth: float = Field(
         0.0, ge=0.0, description="marginal: what one more token adds to a target step, as a share of it."

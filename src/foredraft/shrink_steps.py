@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from foredraft.core.bits import checked_plan
+from foredraft.core.lengths import LONGEST_DRAFT
 from foredraft.settings import Losses, Settings, from_number
 
 WidthsRuntime = Literal["", "transformers", "openvino", "llama.cpp", "llama.cpp-q8_0", "vllm"]
@@ -25,7 +26,9 @@ class PruneStep(Settings):
         "", description="Runtime whose multiples hidden and ffn are rounded up to; empty: none."
     )
     heal: Literal["none", "linear"] = Field("none", description="linear: refit what is left by least squares.")
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="acceptance: draft length at which layers are compared.")
+    num_draft_tokens: int = Field(
+        4, ge=1, le=LONGEST_DRAFT, description="acceptance: draft length at which layers are compared."
+    )
     answers: int = Field(32, ge=1, description="Answers of the target that all of this is measured on.")
 
     @model_validator(mode="before")
@@ -94,7 +97,7 @@ class SensitivitySettings(Settings):
     masks: list[str] = Field(
         [], description="Masks of single weights to measure, for analysis: 2:4 keeps 2 of each 4, 0.5 cuts half."
     )
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which tokens per call count.")
+    num_draft_tokens: int = Field(4, ge=1, le=LONGEST_DRAFT, description="Draft length at which tokens per call count.")
 
 
 class HealSettings(Settings):
@@ -117,7 +120,7 @@ class CompressStep(Settings):
     context: int = Field(256, ge=0, description="Tokens of context that steps are timed at.")
     megabytes: float = Field(0.0, ge=0.0, description="Most that a draft step reads; 0 is no limit.")
     milliseconds: float = Field(0.0, ge=0.0, description="Longest draft step; 0 is no limit.")
-    num_draft_tokens: int = Field(8, ge=1, le=64, description="Longest draft length to choose from.")
+    num_draft_tokens: int = Field(8, ge=1, le=LONGEST_DRAFT, description="Longest draft length to choose from.")
     answers: int = Field(40, ge=2, description="Answers of the trace that acceptance is measured on.")
     share: float = Field(0.2, gt=0.0, le=1.0, description="Share of them that moves are tried on.")
     gradients: int = Field(8, ge=1, description="Answers that the shortlist, widths and gptq are made on.")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from foredraft.adaptive_step import AdaptiveStep as AdaptiveStep
+from foredraft.core.lengths import LONGEST_DRAFT
 from foredraft.ngram_step import NgramStep as NgramStep
 from foredraft.settings import LawSettings, Losses, Settings, from_number
 from foredraft.shrink_steps import CompressStep as CompressStep
@@ -106,7 +107,7 @@ class ValidationSettings(Settings):
         0, ge=0, description="Positions trained on between replays; 0: a few percent of the time, 20 replays at most."
     )
     patience: int = Field(6, ge=0, description="Replays without a gain before training stops; 0 never stops it.")
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which tokens per call count.")
+    num_draft_tokens: int = Field(4, ge=1, le=LONGEST_DRAFT, description="Draft length at which tokens per call count.")
 
 
 class LoraSettings(Settings):
@@ -315,7 +316,9 @@ class AdaptStep(Settings):
     warmup: float = Field(0.05, ge=0.0, lt=1.0, description="Share of the steps in which the rate rises.")
     clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
     held_out: float = Field(0.2, gt=0.0, lt=1.0, description="Share of the prompts that only score.")
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which old and new are compared.")
+    num_draft_tokens: int = Field(
+        4, ge=1, le=LONGEST_DRAFT, description="Draft length at which old and new are compared."
+    )
     max_old_loss: float = Field(
         0.01, ge=0.0, description="mean_tokens_per_call that old domains may lose before the old draft is kept."
     )
@@ -358,7 +361,7 @@ class LawStep(Settings):
         None, ge=0.0, description="0 is greedy. Left out with top_k: the best on training answers."
     )
     top_k: int | None = Field(None, ge=0, description="0 keeps all tokens.")
-    num_draft_tokens: int = Field(4, ge=1, le=64, description="Draft length at which laws are compared.")
+    num_draft_tokens: int = Field(4, ge=1, le=LONGEST_DRAFT, description="Draft length at which laws are compared.")
     answers: int = Field(48, ge=2, description="Training answers that the law is fitted on.")
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.checkpoint import DraftManifest, write_draft
+from foredraft.core.files import claimed
 from foredraft.core.law import SamplingLaw
 from foredraft.core.own_law import OwnLaws
 from foredraft.core.processes import from_main
@@ -51,20 +52,21 @@ def distill_draft(
         text_folder: Where what the target says of general text is kept; left out, beside `out`.
         held_out: Prompts that drafts are scored on, which must not be learnt from.
     """
-    before = manifest_for(source, target)
-    refuse_missing_files(source, before)
-    points = out.with_name(f".{out.name}.training")
-    texts = text_folder or out.with_name(f"{out.name}-text")
-    places = tuple(trace.path for trace in traces)
-    job = _Training(source, before.options.get("shared", {}), places, step, points, texts, tuple(held_out))
-    from_main(job)
-    distilled = job.run(target, traces, progress)
-    fold_factors(distilled.draft.model)
-    seen = before.training_tokens + distilled.training_tokens
-    manifest = replace(extended(before, "distill", step), training_tokens=seen, curve=distilled.entries())
-    written = save_draft(distilled.draft, out, manifest, target.tokenizer)
-    forget_points(points)
-    return written
+    with claimed(out):
+        before = manifest_for(source, target)
+        refuse_missing_files(source, before)
+        points = out.with_name(f".{out.name}.training")
+        texts = text_folder or out.with_name(f"{out.name}-text")
+        places = tuple(trace.path for trace in traces)
+        job = _Training(source, before.options.get("shared", {}), places, step, points, texts, tuple(held_out))
+        from_main(job)
+        distilled = job.run(target, traces, progress)
+        fold_factors(distilled.draft.model)
+        seen = before.training_tokens + distilled.training_tokens
+        manifest = replace(extended(before, "distill", step), training_tokens=seen, curve=distilled.entries())
+        written = save_draft(distilled.draft, out, manifest, target.tokenizer)
+        forget_points(points)
+        return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,40 +132,41 @@ def adapt_draft(
         TraceError: too few prompts were served, or a trace is of another target.
         ModelError: the draft cannot be trained.
     """
-    manifest = manifest_for(source, target)
-    new = divide(served, step.held_out, step.seed)
-    known = _old_texts(old, guards, step, target)
-    if not known.learn and step.lambda_task:
-        _log.warning("lambda_task %g has no effect: there are no old answers to rehearse.", step.lambda_task)
-    task, task_loss = original_loss(manifest.steps)
-    draft = load_draft(source, "float32")
-    adapted = adapt(draft, new.learn, known.learn, step, task_loss, progress)
-    before: Drafter = CausalLMDrafter(draft, SamplingLaw(), target.vocab_size, own_laws=_own_laws(manifest))
-    after: Drafter = CausalLMDrafter(adapted.draft, SamplingLaw(), target.vocab_size)
-    shift = replay_both(before, after, new.held_out, step.num_draft_tokens)
-    old_shift = replay_both(before, after, known.held_out, step.num_draft_tokens) if known.held_out else None
-    reason = why_old_stays(shift, old_shift, step.max_old_loss)
-    found = {
-        "kept": "old" if reason else "new",
-        "reason": reason,
-        "task_loss": task,
-        "answers": sum(len(text.rows) for text in served),
-        "tokens": sum(text.num_tokens for text in served),
-        "examined": sum(text.examined for text in served),
-        "accepted": sum(text.accepted for text in served),
-        "held_out": shift.to_json(),
-        "old_domains": old_shift.to_json() if old_shift is not None else None,
-    }
-    curve = tuple(asdict(point) for point in adapted.curve)
-    if reason:
-        kept = replace(manifest, options={**manifest.options, "adapted": {**found, "curve": curve}})
-        return write_draft(out, kept, lambda folder: copy_files(source, folder))
-    positions = adapted.curve[-1].positions if adapted.curve else 0
-    manifest = replace(
-        extended(manifest, "adapt", step), training_tokens=manifest.training_tokens + positions, curve=curve
-    )
-    manifest = replace(manifest, options={**manifest.options, "adapted": found})
-    return save_draft(adapted.draft, out, manifest, target.tokenizer)
+    with claimed(out):
+        manifest = manifest_for(source, target)
+        new = divide(served, step.held_out, step.seed)
+        known = _old_texts(old, guards, step, target)
+        if not known.learn and step.lambda_task:
+            _log.warning("lambda_task %g has no effect: there are no old answers to rehearse.", step.lambda_task)
+        task, task_loss = original_loss(manifest.steps)
+        draft = load_draft(source, "float32")
+        adapted = adapt(draft, new.learn, known.learn, step, task_loss, progress)
+        before: Drafter = CausalLMDrafter(draft, SamplingLaw(), target.vocab_size, own_laws=_own_laws(manifest))
+        after: Drafter = CausalLMDrafter(adapted.draft, SamplingLaw(), target.vocab_size)
+        shift = replay_both(before, after, new.held_out, step.num_draft_tokens)
+        old_shift = replay_both(before, after, known.held_out, step.num_draft_tokens) if known.held_out else None
+        reason = why_old_stays(shift, old_shift, step.max_old_loss)
+        found = {
+            "kept": "old" if reason else "new",
+            "reason": reason,
+            "task_loss": task,
+            "answers": sum(len(text.rows) for text in served),
+            "tokens": sum(text.num_tokens for text in served),
+            "examined": sum(text.examined for text in served),
+            "accepted": sum(text.accepted for text in served),
+            "held_out": shift.to_json(),
+            "old_domains": old_shift.to_json() if old_shift is not None else None,
+        }
+        curve = tuple(asdict(point) for point in adapted.curve)
+        if reason:
+            kept = replace(manifest, options={**manifest.options, "adapted": {**found, "curve": curve}})
+            return write_draft(out, kept, lambda folder: copy_files(source, folder))
+        positions = adapted.curve[-1].positions if adapted.curve else 0
+        manifest = replace(
+            extended(manifest, "adapt", step), training_tokens=manifest.training_tokens + positions, curve=curve
+        )
+        manifest = replace(manifest, options={**manifest.options, "adapted": found})
+        return save_draft(adapted.draft, out, manifest, target.tokenizer)
 
 
 def served_texts(folders: Sequence[Path | str], target: Speaker) -> list[Text]:
@@ -179,13 +182,14 @@ def meta_draft(
     source: Path, target: LocalTarget, traces: Sequence[Trace], step: MetaStep, out: Path, progress: Progress = SILENT
 ) -> DraftManifest:
     """Move a draft to where few steps adapt it to a new domain, learnt over the domains of the traces."""
-    before = manifest_for(source, target)
-    texts = [Text.of(_checked_trace(trace, target)) for trace in traces]
-    learned = meta_learn(load_draft(source, "float32"), texts, step, progress)
-    seen = before.training_tokens + learned.curve[-1].positions
-    curve = tuple(asdict(point) for point in learned.curve)
-    manifest = replace(extended(before, "meta", step), training_tokens=seen, curve=curve)
-    return save_draft(learned.draft, out, manifest, target.tokenizer)
+    with claimed(out):
+        before = manifest_for(source, target)
+        texts = [Text.of(_checked_trace(trace, target)) for trace in traces]
+        learned = meta_learn(load_draft(source, "float32"), texts, step, progress)
+        seen = before.training_tokens + learned.curve[-1].positions
+        curve = tuple(asdict(point) for point in learned.curve)
+        manifest = replace(extended(before, "meta", step), training_tokens=seen, curve=curve)
+        return save_draft(learned.draft, out, manifest, target.tokenizer)
 
 
 def _old_texts(old: Sequence[Trace], guards: Sequence[Trace], step: AdaptStep, target: LocalTarget) -> Division:

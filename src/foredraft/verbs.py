@@ -25,9 +25,10 @@ from foredraft.distill.leaks import without_leaks
 from foredraft.distill.losses import read_loss
 from foredraft.drafters import read_wrapper
 from foredraft.export.plan import planned_length, slowdown_sentence
-from foredraft.lineage import blank_manifest, copy_files, extended, manifest_for, warn_of_changed_target
+from foredraft.lineage import copy_files, extended, manifest_for, warn_of_changed_target
 from foredraft.models.draft import Draft, load_draft, save_draft
 from foredraft.models.head import NO_IDS
+from foredraft.models.made_for import blank_manifest
 from foredraft.models.target import LocalTarget
 from foredraft.select.policies import read_policy
 from foredraft.steps import (

@@ -25,6 +25,7 @@ from foredraft.commands.common import (
     show_report,
 )
 from foredraft.core.errors import UserError
+from foredraft.core.lengths import LONGEST_DRAFT
 
 app = typer.Typer()
 
@@ -201,7 +202,7 @@ def check(
     ],
     trace: Annotated[Path | None, typer.Option(help="Trace whose text weights the tokens that map.")] = None,
     num_draft_tokens: Annotated[
-        int, typer.Option("--k", help="Draft tokens that the commands ask for.", min=1, max=64)
+        int, typer.Option("--k", help="Draft tokens that the commands ask for.", min=1, max=LONGEST_DRAFT)
     ] = 4,
     weights: Annotated[
         bool, typer.Option("--weights", help="Read the target's weights too: has it changed behind the draft?")

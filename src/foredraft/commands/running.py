@@ -21,6 +21,7 @@ from foredraft.commands.common import (
     show_report,
 )
 from foredraft.core.errors import UserError
+from foredraft.core.lengths import LONGEST_DRAFT
 
 app = typer.Typer()
 
@@ -87,7 +88,10 @@ def export(
         ),
     ] = "transformers",
     num_draft_tokens: Annotated[
-        int, typer.Option("--k", help="Draft tokens of a block; 0 takes the best length measured.", min=0, max=64)
+        int,
+        typer.Option(
+            "--k", help="Draft tokens of a block; 0 takes the best length measured.", min=0, max=LONGEST_DRAFT
+        ),
     ] = 4,
     dtype: Dtype = "auto",
     adapter: Adapter = "",
@@ -126,7 +130,9 @@ def generate(
     drafter: Annotated[
         str, typer.Option(help="Draft folder, hub id or kind, and ways of drafting: draft+tree; empty decodes plainly.")
     ] = "",
-    num_draft_tokens: Annotated[int, typer.Option("--k", help="Draft tokens of a block.", min=1, max=64)] = 4,
+    num_draft_tokens: Annotated[
+        int, typer.Option("--k", help="Draft tokens of a block.", min=1, max=LONGEST_DRAFT)
+    ] = 4,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: float = 1.0,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from foredraft.commands.common import Json, TargetName, fail_with, named_target, print_figures, progress_bars
+from foredraft.core.lengths import LONGEST_DRAFT
 
 app = typer.Typer()
 
@@ -33,7 +34,7 @@ def verify(
     num_prompts: Annotated[int, typer.Option(help="Prompts asked, the first ones.", min=1)] = 5,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 32,
     num_draft_tokens: Annotated[
-        int, typer.Option("--k", help="0 takes the plan's beside the draft.", min=0, max=64)
+        int, typer.Option("--k", help="0 takes the plan's beside the draft.", min=0, max=LONGEST_DRAFT)
     ] = 0,
     python: Annotated[
         str, typer.Option(help="Interpreter of the runtime's environment; empty takes FOREDRAFT_..._PYTHON.")

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ try:
     import fcntl
 except ImportError:  # Windows: nothing keeps two writers apart there
     fcntl = None  # type: ignore[assignment]
+
+# Folders that the work in hand has claimed and does not write yet; threads beside it have claimed none of them.
+_claims: ContextVar[frozenset[Path]] = ContextVar("claims", default=frozenset())
 
 _UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 
@@ -43,8 +47,21 @@ def whole_folder(path: Path) -> Iterator[Path]:
     Raises:
         OutputError: `path` exists and is not an empty folder, another process writes it, or the disk is full.
     """
-    with _only_writer(path):
+    claims, own = _claims.get(), {path.absolute()}
+    with _claiming(claims - own) if own <= claims else _only_writer(path):
         yield from _whole_folder(path)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold the right to write a new folder while what goes into it is made; whole_folder inside then writes under it.
+
+    Raises:
+        OutputError: `path` exists and is not an empty folder, or another process holds or writes it.
+    """
+    with _only_writer(path), _claiming(_claims.get() | {path.absolute()}):
+        refuse_existing(path)
+        yield
 
 
 def refuse_existing(path: Path) -> None:
@@ -89,6 +106,15 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
             whole = end if end == 0 else file.read().rfind(b"\n") + 1
             file.truncate(whole)
             file.write("".join(f"{line}\n" for line in lines).encode())
+
+
+@contextmanager
+def _claiming(paths: frozenset[Path]) -> Iterator[None]:
+    before = _claims.set(paths)
+    try:
+        yield
+    finally:
+        _claims.reset(before)
 
 
 @contextmanager

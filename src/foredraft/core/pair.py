@@ -175,6 +175,12 @@ class Finding:
     refuses: bool = False
 
 
+CUT_OTHERWISE = Finding(
+    "The two have the same tokens but cut text differently, or read other tokens as control tokens.",
+    "Copy the target's tokenizer files into the draft.",
+)
+
+
 def token_texts(facts: ModelFacts) -> frozenset[str]:
     """Return the texts of all tokens, with the tokenizer's marks for spaces and line ends read as such."""
     return frozenset(map(_reader(facts), facts.tokens.values()))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from foredraft.core.pair import SHOWN_DIFFERENCES, Finding, ModelFacts, PairFacts, quoted
+from foredraft.core.pair import CUT_OTHERWISE, SHOWN_DIFFERENCES, Finding, ModelFacts, PairFacts, quoted
 
 _NEW_CLASS = "TokenizersBackend"
 
@@ -30,7 +30,7 @@ def _changed(pair: PairFacts) -> Finding:
 
 def _vocabulary(pair: PairFacts) -> Finding:
     if pair.same_tokens:
-        return Finding("")
+        return Finding("") if pair.cut_alike else CUT_OTHERWISE
     share = f"{pair.shared:.1%} of the draft's tokens are tokens of the target too"
     traffic = "" if math.isnan(pair.traffic_shared) else f", {pair.traffic_shared:.1%} of what the trace's text needs"
     return Finding(

@@ -6,9 +6,9 @@ runtime: a pair that "loads" by these rules is proven by an export's verificatio
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from foredraft.core.pair import Finding, PairFacts
+from foredraft.core.pair import CUT_OTHERWISE, Finding, PairFacts
 
 LOADS, TRAP, REFUSED = "loads", "loads with a trap", "refused"
 _LLAMACPP_SIZE_DIFFERENCE = 128
@@ -53,11 +53,7 @@ def foredraft(pair: PairFacts) -> Iterator[Finding]:
     yield from (Finding(facts.fault, "", True) for facts in (pair.target, pair.draft) if facts.fault)
     yield from _other_tokens(pair, "foredraft scores and decodes only drafts of the target's tokenizer")
     if pair.same_tokens and not pair.cut_alike:
-        yield Finding(
-            "The two have the same tokens but cut text differently, or read other tokens as control tokens.",
-            "Copy the target's tokenizer files into the draft.",
-            True,
-        )
+        yield replace(CUT_OTHERWISE, refuses=True)
     yield from _recurrent(pair)
 
 

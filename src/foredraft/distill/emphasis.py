@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError, UserError
+from foredraft.core.lengths import LONGEST_DRAFT
 from foredraft.core.options import read_options
 from foredraft.distill.losses import Laws, Loss, LossGradient, loss_values
 from foredraft.distill.packed import run_body
@@ -213,4 +214,4 @@ def _calls_saved(accepted: Sequence[float], k: int) -> list[float]:
 
 
 _WEIGHTS: dict[str, PositionWeights] = {"": uniform, "decay": decay, "confidence": confidence, "reach": reach}
-_RANGES = {"rate": (0.0, 1.0), "power": (0.0, 100.0), "k": (1.0, 64.0)}
+_RANGES = {"rate": (0.0, 1.0), "power": (0.0, 100.0), "k": (1.0, LONGEST_DRAFT)}

@@ -11,14 +11,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foredraft.checkpoint import MANIFEST, DraftManifest, read_manifest
+from foredraft.checkpoint import DraftManifest
 from foredraft.core.errors import CapabilityError, ModelError, VocabMismatchError
 from foredraft.core.files import write_json
 from foredraft.models.draft import Draft, load_draft, stored_dtype
 from foredraft.models.factored import has_factors, multiply_out
 from foredraft.models.light.model import LightForCausalLM
+from foredraft.models.made_for import own_or_blank_manifest
 from foredraft.models.passes import pass_facts
-from foredraft.models.same_tokens import refuse_other_tokens
 from foredraft.models.target import LocalTarget
 
 _TOKENIZER = "tokenizer_config.json"
@@ -171,19 +171,9 @@ def name_old_tokenizer(folder: Path) -> None:
 
 
 def _manifest(source: Path, target: LocalTarget) -> DraftManifest:
-    if not (source / MANIFEST).is_file():
-        refuse_other_tokens(source, target)
-        return DraftManifest(
-            "causal-lm", target.vocab_size, target.name, target.fingerprint, target.tokenizer_fingerprint
-        )
-    manifest = read_manifest(source)
+    manifest = own_or_blank_manifest(source, target)
     if manifest.kind != "causal-lm":
         raise ModelError(f"{source} is a drafter of kind {manifest.kind}: this runtime takes only causal-lm drafts.")
-    if manifest.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        raise VocabMismatchError(
-            f"{source} was made for the tokenizer {manifest.tokenizer_fingerprint[:8]} of {manifest.target}, "
-            f"{target.name} has {target.tokenizer_fingerprint[:8]}. Make the draft from this target."
-        )
     return manifest
 
 

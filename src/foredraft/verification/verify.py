@@ -14,6 +14,7 @@ from torch import Tensor
 from foredraft.catalog import unknown_name_message
 from foredraft.core.errors import CapabilityError, ModelError, PromptError, ServerError, UnknownNameError, UserError
 from foredraft.core.law import GREEDY
+from foredraft.core.lengths import LONGEST_DRAFT
 from foredraft.core.options import read_options
 from foredraft.core.pair import PairFacts
 from foredraft.core.progress import SILENT, Progress
@@ -26,7 +27,6 @@ from foredraft.export.plan import PLAN, UNMEASURED_LENGTH
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.facts import read_side
 from foredraft.models.target import LocalTarget
-from foredraft.settings import LONGEST_DRAFT
 from foredraft.trace.prompts import Prompt, render
 from foredraft.verification.child import Job, Question, Replies, Reply, ask
 from foredraft.verification.counting import Counting, literal_counts
