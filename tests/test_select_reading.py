@@ -13,6 +13,7 @@ from foredraft.acceptance.audit import audit
 from foredraft.acceptance.cost import measure_costs
 from foredraft.core.law import GREEDY, SamplingLaw
 from foredraft.core.proposal import Proposal
+from foredraft.core.protocols import Answer
 from foredraft.decoding.speculative import Limits, decode
 from foredraft.drafters import load_drafter
 from foredraft.models.target import load_target
@@ -23,7 +24,7 @@ from foredraft.select.controller import Controller
 from foredraft.select.policies import read_policy
 from foredraft.select.simulate import Traffic, fixed_runs, simulate
 from foredraft.select.unread import Unread
-from foredraft.select.walk import Recorded, walk
+from foredraft.select.walk import Recorded, shared_with_last, walk
 from tests.toys import Lookup, MarkovDrafter, MarkovSession
 
 LENGTHS = (1, 3)
@@ -31,14 +32,15 @@ FREE = BlockCosts.by_ratio([0.002, 0.2], 3)
 DEAR = replace(FREE, reading=np.array([0.0, 0.02]))
 
 
-def guessed(size: int, context: int, accepted: int = 3) -> Recorded:
-    """Return an answer in which the second of two drafters is right with so many of three tokens everywhere."""
+def guessed(size: int, context: int, shared: int = 0) -> Recorded:
+    """Return an answer in which the second of two drafters is right everywhere."""
     room = np.minimum(3, size - np.arange(size))
     return Recorded(
         np.stack([room, room]),
-        np.stack([np.zeros_like(room), np.minimum(accepted, room)]),
+        np.stack([np.zeros_like(room), room]),
         np.zeros(size, np.int64),
         context=context,
+        shared=shared,
     )
 
 
@@ -67,6 +69,12 @@ class Slow(MarkovDrafter):
         time.sleep(0.001 + 0.002 * (len(context) - known - (2 if known else 0)))
         object.__setattr__(self, "read", len(context))
         return super().propose(context, k, generator)
+
+
+def test_what_a_text_shares_with_the_last_one_is_found_up_to_its_answer() -> None:
+    texts = ([1, 2, 3, 4], [1, 2, 3, 9, 9], [5, 2, 3, 9], [5, 2, 3, 9])
+    answers = [Answer(torch.tensor(text), start) for text, start in zip(texts, (2, 4, 3, 3), strict=True)]
+    assert shared_with_last(answers) == [0, 3, 0, 3]
 
 
 def test_the_time_of_reading_is_measured_by_token() -> None:
@@ -100,11 +108,12 @@ def test_a_report_says_it_for_every_batch_size() -> None:
 
 
 def test_a_fixed_drafter_pays_for_the_context_of_every_answer() -> None:
-    stream = Traffic(("copy", "model"), (True, False), (guessed(20, 100), guessed(30, 0)))
+    """All of it but for how the text before began, which it has read."""
+    stream = Traffic(("copy", "model"), (True, False), (guessed(20, 100), guessed(30, 90, shared=50)))
     arms = Arms.of(stream.names, LENGTHS)
     for arm, run in enumerate(fixed_runs(stream, DEAR, LENGTHS)):
         free = fixed_runs(stream, FREE, LENGTHS)[arm].seconds
-        assert (run.seconds - free).tolist() == pytest.approx([2.0 if arms.drafter[arm] == 1 else 0.0, 0.0])
+        assert (run.seconds - free).tolist() == pytest.approx([2.0, 0.8] if arms.drafter[arm] == 1 else [0.0, 0.0])
         walked = simulate(stream, read_policy(f"fixed:arm={arm}"), DEAR, LENGTHS)
         assert walked.seconds == pytest.approx(run.seconds)
 
@@ -120,7 +129,8 @@ def test_a_draft_is_left_out_of_answers_that_are_too_short_for_what_it_reads_fir
 def share_of_model(policy: str, size: int, context: int) -> float:
     """Return the share of blocks that the model gets in the later half of 40 answers."""
     controller = Controller(Arms.of(("copy", "model"), LENGTHS), DEAR, read_policy(policy), (True, False))
-    paths = [walk(guessed(size, context), controller) for _ in range(40)]
+    unread = Unread(2)
+    paths = [walk(guessed(size, context), controller, unread) for _ in range(40)]
     late = np.concatenate([path.arm for path in paths[20:]])
     return float((controller.arms.drafter[late] == 1).mean())
 

@@ -24,6 +24,7 @@ from foredraft.select.simulate import (
     request_oracle,
     simulate,
 )
+from foredraft.select.unread import Unread
 from foredraft.select.walk import Recorded, walk
 from foredraft.selection import simulate_policies
 from foredraft.selection_table import simulation_table
@@ -112,7 +113,7 @@ def test_a_switch_is_followed_within_thirty_blocks(policy: str) -> None:
     before, after = (0.9, 0.1, 600), (0.1, 0.9, 600)
     answer = made_up([before, after], seed=5)
     controller = Controller(Arms.of(("one", "other"), LENGTHS), COSTS, read_policy(policy), (True, True), (), 8)
-    path = walk(answer, controller)
+    path = walk(answer, controller, Unread(2))
     first = int(np.searchsorted(path.start, 600)) + 30
     rate = path.tokens[first:].sum() / path.seconds[first:].sum()
     tail = traffic(made_up([after], seed=6))
@@ -124,7 +125,7 @@ def test_a_drafter_that_was_given_up_is_tried_again() -> None:
     """A model is seen only when it drafts: useless at first, it is found out when it gets good."""
     answer = made_up([(0.02, 0.0, 300), (0.95, 0.0, 600)], seed=2)
     controller = Controller(Arms.of(("one", "other"), LENGTHS), COSTS, read_policy("marginal"), (False, True), (), 8)
-    path = walk(answer, controller)
+    path = walk(answer, controller, Unread(2))
     late = path.arm[path.start > 700]
     assert (controller.arms.drafter[late] == 0).mean() > 0.9
     assert controller.shifts > 0
@@ -179,7 +180,7 @@ def test_as_the_batch_grows_the_length_goes_to_zero() -> None:
         controller = Controller(
             Arms.of(("one", "other"), (1, 2, 4, 8)), costs, read_policy("marginal"), (True, True), (), 8
         )
-        path = walk(answer, controller)
+        path = walk(answer, controller, Unread(2))
         lengths.append(float(controller.arms.k[path.arm[len(path.arm) // 2 :]].mean()))
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > 3

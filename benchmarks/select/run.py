@@ -171,15 +171,17 @@ def switched(traffic: Traffic, costs: BlockCosts, lengths: tuple[int, ...]) -> d
     for name in ("hedge", "marginal", "contextual", "thompson"):
         controller = Controller(arms, costs, read_policy(name), traffic.model_free,
                                 num_situations=200, seed=0)  # fmt: skip
-        first = [walk(answer, controller) for answer in by_domain[before]]
-        second = [walk(answer, controller) for answer in by_domain[after]]
+        unread = Unread(len(traffic.names))
+        first = [walk(answer, controller, unread) for answer in by_domain[before]]
+        second = [walk(answer, controller, unread) for answer in by_domain[after]]
         curves[name] = _around(first, second)
     best = {domain: int(rates[domain].argmax()) for domain in (before, after)}
     for domain, arm in best.items():
         controller = Controller(arms, costs, read_policy(f"fixed:arm={arm}"), traffic.model_free)
-        first = [walk(answer, controller) for answer in by_domain[before]]
+        unread = Unread(len(traffic.names))
+        first = [walk(answer, controller, unread) for answer in by_domain[before]]
         curves[f"{arms.label(arm)} (best for {domain})"] = _around(
-            first, [walk(answer, controller) for answer in by_domain[after]]
+            first, [walk(answer, controller, unread) for answer in by_domain[after]]
         )
     reached = {name: curve["after_30"] / float(rates[after].max()) for name, curve in curves.items()}
     return {"before": before, "after": after, "curves": curves, "share_of_best_after_30_blocks": reached}

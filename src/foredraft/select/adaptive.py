@@ -23,7 +23,7 @@ from foredraft.select.ledger import Memory, Vigilance
 from foredraft.select.policies import Policy
 from foredraft.select.situations import Reader, Situations, no_domain, situations_in
 from foredraft.select.unread import Unread
-from foredraft.select.walk import Recorded, choices_by_place, replayed, runs, walk
+from foredraft.select.walk import Recorded, choices_by_place, replayed, runs, shared_with_last, walk
 from foredraft.select.watching import Watched, Watching
 
 KIND = "adaptive"
@@ -161,16 +161,29 @@ class AdaptiveDrafter:
         blocks the last choice stands.
         """
         controller, longest = self.portfolio.controller(), min(k, self.portfolio.arms.longest)
+        unread = Unread(len(self.portfolio.drafters))
         parts = zip(*(replayed(one, answers, longest) for one in self.portfolio.drafters.values()), strict=True)
-        return [self._walked(answer, given, k, controller) for answer, given in zip(answers, parts, strict=True)]
+        return [
+            self._walked(answer, shared, given, k, controller, unread)
+            for answer, shared, given in zip(answers, shared_with_last(answers), parts, strict=True)
+        ]
 
-    def _walked(self, answer: Answer, given: Sequence[EmittedProbs], k: int, controller: Controller) -> EmittedProbs:
+    def _walked(
+        self,
+        answer: Answer,
+        shared: int,
+        given: Sequence[EmittedProbs],
+        k: int,
+        controller: Controller,
+        unread: Unread,
+    ) -> EmittedProbs:
         longest = min(k, self.portfolio.arms.longest)
         tables = [_by_start(one, longest) for one in given]
         blocks = [runs(probs.numpy() >= _LIKELY, guessed.numpy(), longest) for probs, guessed in tables]
         offered, matched = (np.stack(part) for part in zip(*blocks, strict=True))
         situations = self._situations(answer)
-        path = walk(Recorded(offered, matched, situations, context=answer.start), controller, k)
+        recorded = Recorded(offered, matched, situations, context=answer.start, shared=shared)
+        path = walk(recorded, controller, unread, k)
         probs, guessed = torch.zeros(answer.num_tokens, k), torch.zeros(answer.num_tokens, k, dtype=torch.bool)
         arms = controller.arms
         for place, arm in enumerate(choices_by_place(path, answer.num_tokens)):

@@ -22,7 +22,8 @@ from foredraft.select.block_costs import BlockCosts
 from foredraft.select.controller import Controller
 from foredraft.select.policies import Fixed, Policy
 from foredraft.select.situations import Reader, Situations, situations_in
-from foredraft.select.walk import Recorded, replayed, runs, walk
+from foredraft.select.unread import Unread
+from foredraft.select.walk import Recorded, replayed, runs, shared_with_last, walk
 from foredraft.trace.rows import TraceRow
 
 DECIDING_SECONDS = 20e-6
@@ -103,11 +104,12 @@ def record(
     parts = zip(*(replayed(drafter, texts, longest) for drafter in drafters.values()), strict=True)
     shown = tracked(progress, "replaying drafters", rows, "answers")
     answers = []
-    for row, answer, given in zip(shown, texts, parts, strict=True):
+    for row, answer, shared, given in zip(shown, texts, shared_with_last(texts), parts, strict=True):
         target = row.logprobs.double().exp().numpy()
         offered, matched = zip(*(_accepted(one, target, longest, chance) for one in given), strict=True)
         places = situations_in(Reader(known, partial(_labelled, row.domain)), answer)
-        answers.append(Recorded(np.stack(offered), np.stack(matched), places, row.domain, answer.start))
+        offers, matches = np.stack(offered), np.stack(matched)
+        answers.append(Recorded(offers, matches, places, row.domain, answer.start, shared))
     free, held = zip(*((is_certain(one), one.num_bytes) for one in drafters.values()), strict=True)
     return Traffic(tuple(drafters), free, tuple(answers), held)
 
@@ -134,7 +136,8 @@ def simulate(
     shares = tuple(held / target_bytes for held in traffic.num_bytes) if target_bytes else ()
     controller = Controller(arms, costs, policy, traffic.model_free, shares, most, seed=seed)
     extra = 0.0 if isinstance(policy, Fixed) else deciding
-    paths = [walk(answer, controller) for answer in traffic.answers]
+    unread = Unread(len(traffic.names))
+    paths = [walk(answer, controller, unread) for answer in traffic.answers]
     return Run(
         np.array([path.seconds.sum() + extra * len(path.arm) for path in paths]),
         np.array([len(answer) for answer in traffic.answers]),
@@ -147,11 +150,11 @@ def simulate(
 def fixed_runs(traffic: Traffic, costs: BlockCosts, lengths: Sequence[int]) -> list[Run]:
     """Return what each arm alone makes of the traffic, by its number; nothing is decided or watched.
 
-    Its drafter reads the context of every answer first, as it does under a policy.
+    Its drafter first reads what is new in the context of every answer, as it does under a policy.
     """
     arms, found = Arms.of(traffic.names, lengths), []
     tokens = np.array([len(answer) for answer in traffic.answers])
-    contexts = np.array([answer.context for answer in traffic.answers])
+    new = np.array([answer.context - answer.shared for answer in traffic.answers])
     for arm in range(len(arms)):
         drafter, k = int(arms.drafter[arm]), int(arms.k[arm])
         if drafter == NOBODY:
@@ -160,7 +163,7 @@ def fixed_runs(traffic: Traffic, costs: BlockCosts, lengths: Sequence[int]) -> l
         prices = costs.drafts[drafter, k] + costs.target + costs.overhead
         paths = [_one_arm(one.offered[drafter], one.matched[drafter], k, prices) for one in traffic.answers]
         seconds, calls = (np.array(part) for part in zip(*paths, strict=True))
-        found.append(Run(seconds + costs.reading[drafter] * contexts, tokens, calls.astype(np.int64)))
+        found.append(Run(seconds + costs.reading[drafter] * new, tokens, calls.astype(np.int64)))
     return found
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from foredraft.acceptance.replay import by_block_start
 from foredraft.core.protocols import Answer, Drafter, EmittedProbs, Observer
+from foredraft.models.session import common_prefix
 from foredraft.select.arms import NOBODY, PLAIN
 from foredraft.select.controller import Controller
 from foredraft.select.unread import Unread
@@ -27,6 +28,7 @@ class Recorded:
         situations: Of the text before each place.
         domain: Of the request.
         context: Tokens before the answer.
+        shared: How many of them the text before this one begins with too.
     """
 
     offered: Int64[np.ndarray, "drafters answer"]
@@ -34,6 +36,7 @@ class Recorded:
     situations: Int64[np.ndarray, " answer"]
     domain: str = ""
     context: int = 0
+    shared: int = 0
 
     def __len__(self) -> int:
         return self.offered.shape[1]
@@ -78,16 +81,17 @@ def runs(
     return offered, np.logical_and.accumulate((accepted & guessed)[:, :longest], axis=1).sum(1)
 
 
-def walk(recorded: Recorded, controller: Controller, cap: int = 1 << 30) -> Path:
+def walk(recorded: Recorded, controller: Controller, unread: Unread, cap: int = 1 << 30) -> Path:
     """Decode one answer as the controller says, which goes on learning.
 
     Args:
+        unread: What drafters have not read of the text before.
         cap: Most draft tokens of a block.
     """
     size, longest = len(recorded), min(controller.arms.longest, cap)
     offered_at, matched_at = recorded.offered.T.tolist(), recorded.matched.T.tolist()
     situations, foreseen = recorded.situations.tolist(), _Foreseen()
-    unread = Unread(len(controller.model_free), recorded.context)
+    unread.start(recorded.context, recorded.shared)
     blocks: list[tuple[int, int, int, float]] = []
     free = [number for number, is_free in enumerate(controller.model_free) if is_free]
     at = 0
@@ -144,6 +148,12 @@ class _Foreseen:
         for _, start, drafter, situation, _, _, matched in self._open:
             if shown := min(matched, size - start):
                 controller.seen(situation, drafter, shown, shown, shown)
+
+
+def shared_with_last(answers: Sequence[Answer]) -> list[int]:
+    """Return of every answer how many tokens of its context the text of the one before it begins with."""
+    before = [answer.token_ids[:0] for answer in answers[:1]] + [answer.token_ids for answer in answers[:-1]]
+    return [common_prefix(text, answer.token_ids[: answer.start]) for text, answer in zip(before, answers, strict=True)]
 
 
 def choices_by_place(path: Path, size: int) -> Sequence[int]:
