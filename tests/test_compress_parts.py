@@ -4,18 +4,27 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
+from foredraft.acceptance.evaluate import score_rows
+from foredraft.acceptance.report import AcceptanceReport
 from foredraft.compress import probe as probe_module
 from foredraft.compress import sensitivity as sensitivity_module
+from foredraft.compress.gptq import GptqRounder
 from foredraft.compress.masks import kept_weights, masked, read_mask
 from foredraft.compress.parts import GateFisher, parts_of, probe_without, probed_parts
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.sensitivity import sensitivities
-from foredraft.core.errors import RecipeError
+from foredraft.compressing import _rounded_widths
+from foredraft.core.errors import ModelError, RecipeError
 from foredraft.core.memory import is_out_of_memory
 from foredraft.models.calibration import calibration_batches
+from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft
+from foredraft.models.units import search_units
+from foredraft.searching import _reach
+from foredraft.steps import CompressStep, PruneStep
 from tests.test_compress_gptq import answers
 from tests.test_compress_probe import bench, figures, made_trace
 from tests.tiny import tiny_model
@@ -78,6 +87,66 @@ def test_a_part_that_is_cut_is_not_there(on: Bench) -> None:
     found = probed_parts(draft, probe, parts, 3, 2)
     assert sum(part.measured is not None for part in found) == 3
     assert all(torch.equal(weight, before[name]) for name, weight in draft.model.state_dict().items())
+
+
+def replayed(draft: Draft, on: Bench) -> AcceptanceReport:
+    drafter = CausalLMDrafter(draft, on.law, on.vocab_size).bind(on.law)
+    return AcceptanceReport.of(on.ks, score_rows("the draft", drafter, on.rows, on.ks))
+
+
+SIZES = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def tiny_opt() -> OPTForCausalLM:
+    return OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, init_std=0.25))
+
+
+def tiny_neox() -> GPTNeoXForCausalLM:
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, intermediate_size=64, initializer_range=0.25))
+
+
+@pytest.mark.parametrize("make", [tiny_opt, tiny_neox])
+def test_other_families_have_parts_and_probes_of_them(make: Callable[[], PreTrainedModel], on: Bench) -> None:
+    """OPT flattens its feed-forward part, GPT-NeoX computes both parts side by side; neither has Llama's names."""
+    torch.manual_seed(0)
+    draft, batches = Draft(make().eval()), calibration_batches(answers())
+    gates = GateFisher(parts_of(draft.model, 32))
+    sensitivities(draft, answers(1), WeightFormat(8, 0), gates=gates)
+    assert [part.name for part in gates.parts() if part.layer == 1] == [
+        *(f"layers.1.heads.{head}" for head in range(4)),
+        "layers.1.ffn.0-31",
+        "layers.1.ffn.32-63",
+    ]
+    assert all(part.fisher > 0 for part in gates.parts())
+    probe = Probe(draft, on)
+    assert figures(probe.report_from(0)) == pytest.approx(figures(replayed(draft, on)), abs=1e-6)
+    (cut,) = [part for part in probed_parts(draft, probe, gates.parts(), 1, 2) if part.measured is not None]
+    weight = draft.model.get_submodule(cut.module).weight
+    weight.data[:, cut.first : cut.end] = 0.0
+    changed = replayed(draft, on).mean_tokens_per_call(2)
+    assert cut.measured == pytest.approx(probe.baseline.mean_tokens_per_call(2) - changed, abs=1e-6)
+    assert float((masked(draft, (2, 4), batches).model.get_submodule(cut.module).weight == 0).float().mean()) >= 0.5
+
+
+@pytest.mark.parametrize("make", [tiny_opt, tiny_neox])
+def test_other_families_are_rounded_and_searched_without_narrower_layers(make: Callable[[], PreTrainedModel]) -> None:
+    draft = Draft(make().eval())
+    rounder = GptqRounder(draft.model, answers(2))
+    units = [unit for unit in search_units(draft.model) if unit.layer == 0]
+    for module in (module for unit in units for module in unit.modules):
+        rounder(module, draft.model.get_submodule(module).weight.detach(), WeightFormat(4, 16))
+    assert "ffn" not in _reach(draft, CompressStep()).kinds
+    with pytest.raises(ModelError, match="is not built as Llama and Qwen2 are"):
+        _reach(draft, CompressStep(moves=["ffn"]))
+    with pytest.raises(ModelError, match="is not built as Llama and Qwen2 are"):
+        _rounded_widths(draft, PruneStep(ffn=32))
+    assert not _rounded_widths(draft, PruneStep(layers=1)).given
 
 
 @pytest.mark.parametrize(("text", "share"), [("2:4", 0.5), ("1:4", 0.25), ("0.25", 0.75)])

@@ -21,7 +21,7 @@ from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer, Speaker
 from foredraft.distill.init.head import frequent_rows
 from foredraft.distill.init.heal import heal_linear
-from foredraft.distill.init.width import narrow
+from foredraft.distill.init.width import narrow, require_plain_decoder
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.calibration import calibration_batches
@@ -86,8 +86,12 @@ def _rounded_widths(draft: Draft, step: PruneStep) -> Widths:
     """Return the widths that are asked for, rounded up to what the runtime takes.
 
     Raises:
+        ModelError: the draft is not built as Llama and Qwen2 are.
         UserError: the runtime would take heads for wider than they are, or nothing would be cut.
     """
+    if not step.is_narrower:
+        return Widths()
+    require_plain_decoder(draft.model)
     config = draft.model.config.get_text_config()
     shape = Shape.of(config)
     hidden, ffn = (

@@ -21,13 +21,13 @@ from foredraft.compress.quantize import require_plain, unit_sizes
 from foredraft.compress.search import Clock, Limits, Point, best_point, pareto_front, search
 from foredraft.compressing import sample_answers
 from foredraft.core.digest import digest_of, file_digest
-from foredraft.core.errors import UserError
+from foredraft.core.errors import ModelError, UserError
 from foredraft.core.files import claimed, write_json
 from foredraft.core.multiples import MULTIPLES
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Answer
 from foredraft.distill.init.head import frequent_rows
-from foredraft.distill.init.width import Importance, narrow_by
+from foredraft.distill.init.width import Importance, narrow_by, require_plain_decoder
 from foredraft.distill.init.widths import Widths
 from foredraft.distill.limits import require_laws
 from foredraft.distill.resume import forget_points
@@ -114,7 +114,8 @@ def _compressed(
     )
     notes, training = out.with_name(f".{out.name}.search.json"), out.with_name(f".{out.name}.training")
     note = partial(_note, notes, key)
-    points = search(draft, bench, answers, clock, limits, _reach(step), cutters, _noted(notes, key), note, progress)
+    reach = _reach(draft, step)
+    points = search(draft, bench, answers, clock, limits, reach, cutters, _noted(notes, key), note, progress)
     chosen = best_point(points, limits)
     if chosen is None:
         raise UserError(
@@ -164,9 +165,22 @@ def _bench(trace: Trace, answers: int, step: CompressStep) -> Bench:
     return Bench.of(rows, trace.info.law, trace.info.vocab_size, range(1, step.num_draft_tokens + 1))
 
 
-def _reach(step: CompressStep) -> Reach:
+def _reach(draft: Draft, step: CompressStep) -> Reach:
+    """Return what moves the search may make; those that this draft cannot are left out, unless no other was asked for.
+
+    Raises:
+        ModelError: no other was.
+    """
     multiple = MULTIPLES.get(step.runtime, 1)
     kinds = [kind for kind in step.moves if kind != "rows" or not step.runtime]
+    if "ffn" in kinds:
+        try:
+            require_plain_decoder(draft.model)
+        except ModelError as error:
+            kinds.remove("ffn")
+            if not kinds:
+                raise
+            _log.warning("moves: ffn is left out. %s", error)
     return Reach(kinds, step.tries, step.chunk, step.group, max(multiple, step.group))
 
 

@@ -12,6 +12,7 @@ from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.quantize import require_plain
 from foredraft.compress.sensitivity import Sensitivity, probed, rank_correlation, sensitivities
 from foredraft.compressing import bench_of, sample_answers
+from foredraft.core.errors import ModelError
 from foredraft.core.progress import SILENT, Progress
 from foredraft.core.protocols import Speaker
 from foredraft.lineage import manifest_for
@@ -36,7 +37,7 @@ def draft_sensitivity(
     how much hangs on groups of heads and channels; and what masks of single weights would cost.
 
     Raises:
-        ModelError: the draft is quantized already.
+        ModelError: the draft is quantized already, or asked for parts that it does not have.
         RecipeError: a group that does not divide the inputs of a matrix, or no mask.
         VocabMismatchError: the draft speaks other tokens.
         UserError: there is no trace.
@@ -48,7 +49,13 @@ def draft_sensitivity(
     sample = sample_answers(traces, target, settings.answers)
     chosen = WeightFormat(settings.bits, settings.group if settings.bits == 4 else 0)
     unit_formats(draft.model, search_units(draft.model), {"*": settings.bits}, settings.group)
-    gates, k = GateFisher(parts_of(draft.model, settings.channels)), settings.num_draft_tokens
+    parts = parts_of(draft.model, settings.channels)
+    if settings.parts and not parts:
+        raise ModelError(
+            f"parts: the layers of {type(draft.model).__name__} have no matrix that is known to read heads or "
+            "channels: leave parts out."
+        )
+    gates, k = GateFisher(parts), settings.num_draft_tokens
     found, passes = sensitivities(draft, sample, chosen, progress=progress, gates=gates), 0.0
     bench = bench_of(traces, settings.answers, k)
     if settings.probes:

@@ -178,6 +178,6 @@ def _inverse_of_upper(upper: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
     return inverse
 
 
-def _add_outer(hessian: Tensor, features: Float[Tensor, "texts tokens in"], read: Tensor) -> None:
-    rows = features[read.to(features.device)].float()
+def _add_outer(hessian: Tensor, features: Float[Tensor, "*positions in"], read: Tensor) -> None:
+    rows = features.reshape(*read.shape, -1)[read.to(features.device)].float()  # OPT flattens texts and tokens
     hessian += (rows.T @ rows).cpu()

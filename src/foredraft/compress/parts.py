@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foredraft.acceptance.report import AcceptanceReport
@@ -15,7 +15,9 @@ from foredraft.core.progress import SILENT, Progress, tracked
 from foredraft.models.draft import Draft
 from foredraft.models.layers import layer_stack
 
-_OUTPUTS = {"heads": "self_attn.o_proj", "ffn": "mlp.down_proj"}
+# What heads and feed-forward channels are read by: in Llama and most others, OPT, Phi, GPT-NeoX, StarCoder2.
+_READS_HEADS = ("self_attn.o_proj", "self_attn.out_proj", "self_attn.dense", "attention.dense")
+_READS_CHANNELS = ("mlp.down_proj", "fc2", "mlp.fc2", "mlp.dense_4h_to_h", "mlp.c_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +47,24 @@ class Part:
 
 
 def parts_of(model: PreTrainedModel, channels: int) -> list[Part]:
-    """Return the key-value groups and the groups of `channels` feed-forward channels of every layer."""
+    """Return the key-value groups and the groups of `channels` feed-forward channels of every layer.
+
+    What a layer does not have as one plain matrix, such as the channels of a mixture of experts, is left out.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     config, found = model.config.get_text_config(), []
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for number, layer in enumerate(layer_stack(model)):
-        output, down = (layer.get_submodule(module) for module in _OUTPUTS.values())
-        width = output.in_features // kv_heads
-        for group in range(kv_heads):
-            name = f"layers.{number}.heads.{group}"
-            found.append(Part(name, number, names[id(output)], group * width, (group + 1) * width))
-        for first in range(0, down.in_features, channels):
-            end = min(first + channels, down.in_features)
-            found.append(Part(f"layers.{number}.ffn.{first}-{end - 1}", number, names[id(down)], first, end))
+        held = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        for output in [held[name] for name in _READS_HEADS if name in held]:
+            width = output.in_features // kv_heads
+            for group in range(kv_heads):
+                name = f"layers.{number}.heads.{group}"
+                found.append(Part(name, number, names[id(output)], group * width, (group + 1) * width))
+        for down in [held[name] for name in _READS_CHANNELS if name in held]:
+            for first in range(0, down.in_features, channels):
+                end = min(first + channels, down.in_features)
+                found.append(Part(f"layers.{number}.ffn.{first}-{end - 1}", number, names[id(down)], first, end))
     return found
 
 

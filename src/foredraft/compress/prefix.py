@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 
 from foredraft.core.errors import ModelError
 from foredraft.models.calibration import Batch
-from foredraft.models.layers import layer_stack
+from foredraft.models.layers import layer_owner, layer_stack
+
+# Beside the layers of Llama and most others, OPT and GPT-NeoX, Phi, GPT-2.
+_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +94,16 @@ def run_from(
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm behind the last layer.
+    """Return the norm behind the last layer, whose outputs the head reads.
 
     Raises:
-        ModelError: there is none under that name.
+        ModelError: there is none under a name that is known, or something stands between it and the head.
     """
-    norm = getattr(model.base_model, "norm", None)
-    if not isinstance(norm, nn.Module):
-        raise ModelError(f"{type(model).__name__} has no final norm where Llama and Qwen have it: it cannot be probed.")
-    return norm
+    beside = dict(layer_owner(model).named_children())
+    norms = [beside[name] for name in _FINAL_NORMS if name in beside]
+    if not norms or "project_out" in beside:
+        raise ModelError(
+            f"{type(model).__name__} does not end in a norm behind its layers, one of {', '.join(_FINAL_NORMS)}: it "
+            "cannot be probed."
+        )
+    return norms[0]

@@ -74,7 +74,9 @@ def watch(model: PreTrainedModel, batch: Batch, watchers: Mapping[nn.Module, Wat
 @contextmanager
 def _watched(module: nn.Module, watcher: Watcher, read: Bool[Tensor, "texts tokens"]) -> Iterator[None]:
     def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        watcher(inputs[0][read].double(), output[read].double())
+        # Some families, such as OPT, flatten texts and tokens in their feed-forward parts.
+        seen, given = (features.view(*read.shape, -1)[read] for features in (inputs[0], output))
+        watcher(seen.double(), given.double())
 
     handle = module.register_forward_hook(hook)
     try:

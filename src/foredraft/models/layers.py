@@ -24,6 +24,15 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     return model.get_submodule(_stack_name(model))
 
 
+def layer_owner(model: PreTrainedModel) -> nn.Module:
+    """Return the module that holds the list of layers, and beside it what stands before and behind them.
+
+    Raises:
+        ModelError: the architecture does not keep its layers in one list.
+    """
+    return model.get_submodule(_stack_name(model).rpartition(".")[0])
+
+
 def has_pre_norms_only(layer: nn.Module) -> bool:
     """Return whether what a layer computes is added as it is: no norm stands behind it."""
     return {name for name, _ in layer.named_children() if name.endswith("norm")} == set(PRE_NORMS)
@@ -53,8 +62,7 @@ def keep_layers(
     smaller = copy.deepcopy(model, memo)
     copied = smaller.get_submodule(name)
     kept = nn.ModuleList(copied[layer] for layer in layers)
-    parent, _, attribute = name.rpartition(".")
-    setattr(smaller.get_submodule(parent), attribute, kept)
+    setattr(layer_owner(smaller), name.rpartition(".")[2], kept)
     for index, layer in enumerate(kept):
         for module in layer.modules():
             if "layer_idx" in vars(module):
