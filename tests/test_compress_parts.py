@@ -15,7 +15,7 @@ from foredraft.compress.masks import kept_weights, masked, read_mask
 from foredraft.compress.parts import GateFisher, parts_of, probe_without, probed_parts
 from foredraft.compress.probe import Bench, Probe, measure
 from foredraft.compress.sensitivity import sensitivities
-from foredraft.compressing import _rounded_widths
+from foredraft.compressing import _rounded_widths, _warn_of_small_groups
 from foredraft.core.errors import ModelError, RecipeError
 from foredraft.core.memory import is_out_of_memory
 from foredraft.models.calibration import calibration_batches
@@ -147,6 +147,16 @@ def test_other_families_are_rounded_and_searched_without_narrower_layers(make: C
     with pytest.raises(ModelError, match="is not built as Llama and Qwen2 are"):
         _rounded_widths(draft, PruneStep(ffn=32))
     assert not _rounded_widths(draft, PruneStep(layers=1)).given
+
+
+def test_groups_whose_scales_take_what_rounding_saves_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_small_groups([WeightFormat(4, 8), WeightFormat(4, 32), WeightFormat(8, 0), WeightFormat(8, 4)])
+    assert not caplog.records
+    _warn_of_small_groups([WeightFormat(4, 1), WeightFormat(4, 1), WeightFormat(8, 2)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "16 bits of scale for each group of 1 makes 20 bits a weight of 4: 8 bits without groups take no more.",
+        "16 bits of scale for each group of 2 makes 16 bits a weight of 8: 16 bits without groups take no more.",
+    ]
 
 
 @pytest.mark.parametrize(("text", "share"), [("2:4", 0.5), ("1:4", 0.25), ("0.25", 0.75)])

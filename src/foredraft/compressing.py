@@ -1,7 +1,7 @@
 """What the verbs that shrink drafts make, from folders to folders."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from foredraft.distill.init.width import narrow, require_plain_decoder
 from foredraft.distill.init.widths import Shape, Widths, narrowed_shape
 from foredraft.lineage import extended, manifest_for
 from foredraft.models.calibration import calibration_batches
+from foredraft.models.compressed import WeightFormat
 from foredraft.models.draft import Draft, load_draft, save_draft, stored_dtype
 from foredraft.models.layers import keep_layers
 from foredraft.models.reopened import refuse_changed_logits
@@ -164,6 +165,7 @@ def quantize_draft(
         )
         if not formats:
             raise UserError("bits: every unit stays in 16 bits: there is nothing to round.")
+        _warn_of_small_groups(formats.values())
         if step.activation_bits == 8 and all(chosen.activation_bits == 16 for chosen in formats.values()):
             _log.warning("activation_bits has no effect: it goes with 8 bits and one scale a row.")
         if HEAD in formats and draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight:
@@ -180,6 +182,17 @@ def quantize_draft(
         sizes = [asdict(size) for size in unit_sizes(rounded.model)]
         manifest = replace(manifest, options={**manifest.options, "units": sizes})
         return save_draft(rounded, out, manifest, target.tokenizer, refuse_changed_logits)
+
+
+def _warn_of_small_groups(formats: Iterable[WeightFormat]) -> None:
+    """Say so where the 16 bits of each scale take as much as rounding saves."""
+    for chosen in sorted(
+        {one for one in formats if one.group and 16 / one.group >= one.bits}, key=lambda one: one.name
+    ):
+        _log.warning(
+            "16 bits of scale for each group of %d makes %g bits a weight of %d: %d bits without groups take no more.",
+            chosen.group, chosen.bits + 16 / chosen.group, chosen.bits, 2 * chosen.bits,
+        )  # fmt: skip
 
 
 def sample_answers(traces: Sequence[Trace], target: Speaker, count: int) -> list[Answer]:
