@@ -108,12 +108,12 @@ def test_the_loop_s_own_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     check = speculative.check_proposal
 
     def slower(*arguments: object) -> None:
-        time.sleep(2e-3)
+        time.sleep(2e-2)
         check(*arguments)
 
     monkeypatch.setattr(speculative, "check_proposal", slower)
     slow_plain, slow_block = measure_overhead(VOCAB, SamplingLaw(), 2)
-    assert min(*slow_plain, *slow_block) > 1.5e-3
+    assert min(*slow_plain, *slow_block) > 1e-2
 
 
 def test_overhead_costs_what_the_formula_says() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -49,6 +49,7 @@ def test_removed_tokens_stay_removed() -> None:
     assert law_probs(logits, SamplingLaw(2.0))[1] == 0.0
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other processes may take a second
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))
 def test_sampling_inverts_the_cumulative_law(weights: list[float], uniform: float) -> None:
     probs = torch.tensor(weights, dtype=torch.float64)
