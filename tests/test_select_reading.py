@@ -45,7 +45,8 @@ def guessed(size: int, context: int, shared: int = 0) -> Recorded:
 
 
 def test_a_text_is_read_once_and_again_only_where_another_drafter_went_on() -> None:
-    unread, seconds = Unread(2, 10), np.array([1.0, 2.0])
+    unread, seconds = Unread(2), np.array([1.0, 2.0])
+    unread.start(10)
     assert unread.read((1,), seconds) == 20.0
     unread.grow(3, (1,))
     assert unread.read((0, 1), seconds) == 13.0

@@ -24,7 +24,7 @@ from foredraft.core.errors import TraceError, UserError
 from foredraft.core.files import write_json
 from foredraft.core.own_law import bound_for
 from foredraft.core.progress import Progress
-from foredraft.core.protocols import EXACT, Drafter, LawGiver, Speaker, StatesValidity
+from foredraft.core.protocols import Drafter, LawGiver, Speaker, validity_of
 from foredraft.hardware.profile import load_profile
 from foredraft.models.causal_lm import CausalLMDrafter
 from foredraft.models.target import LocalTarget
@@ -278,7 +278,7 @@ def _facts(drafter: Drafter, contender: Contender) -> DrafterFacts:
         contender.twin,
         contender.parent,
         passes,
-        drafter.validity if isinstance(drafter, StatesValidity) else EXACT,
+        validity_of(drafter),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.acceptance.replay import acceptance_given_text, as_arrays, by_block_start
 from foredraft.core.law import SamplingLaw, token_logprobs
 from foredraft.core.progress import SILENT, Progress
-from foredraft.core.protocols import CONTROLLED, Answer, Drafter, StatesValidity
+from foredraft.core.protocols import CONTROLLED, Answer, Drafter, validity_of
 from foredraft.decoding.speculative import Decoded, Limits, TargetSession, decode, plain_decode
 from foredraft.models.target import LocalTarget
 
@@ -99,7 +99,7 @@ def audit(
             plain.append(plain_decode(session, prompt, law, limits, generator))
             task.advance()
             for name, (drafter, k) in drafters.items():
-                if not _chooses(drafter):
+                if validity_of(drafter) != CONTROLLED:
                     drafter.propose(prompt, 1, generator)
                 literal[name].append(decode(session, drafter, prompt, law, k, limits, generator))
                 task.advance()
@@ -142,10 +142,6 @@ def _audit(
         speedup_high,
         sum(torch.equal(one.token_ids, other.token_ids) for one, other in zip(plain, literal, strict=True)),
     )
-
-
-def _chooses(drafter: Drafter) -> bool:
-    return isinstance(drafter, StatesValidity) and drafter.validity == CONTROLLED
 
 
 def _read_once(target: LocalTarget, law: SamplingLaw) -> Callable[[Answer], Float[np.ndarray, " answer"]]:

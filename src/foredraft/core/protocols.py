@@ -158,6 +158,11 @@ class StatesValidity(Protocol):
         """
 
 
+def validity_of(drafter: Drafter) -> str:
+    """Return what a drafter states of its replay, EXACT where it states nothing."""
+    return drafter.validity if isinstance(drafter, StatesValidity) else EXACT
+
+
 @runtime_checkable
 class Branching(Protocol):
     """A drafter of trees."""

@@ -12,7 +12,7 @@ from foredraft.core.errors import CapabilityError, TraceError, UserError, VocabM
 from foredraft.core.law import SamplingLaw, sample_index
 from foredraft.core.own_law import bound_for
 from foredraft.core.proposal import Laws, Proposal
-from foredraft.core.protocols import EXACT, Answer, Branching, Drafter, EmittedProbs, Observer, StatesValidity
+from foredraft.core.protocols import EXACT, Answer, Branching, Drafter, EmittedProbs, Observer, validity_of
 from foredraft.ngram.law import NgramLaw
 from foredraft.trace.store import Trace, open_trace
 
@@ -216,7 +216,7 @@ class FirstGuess:
     @property
     def validity(self) -> str:
         """What of its replay is exact: no more than of either part; see StatesValidity."""
-        stated = [part.validity for part in (self.first, self.second) if isinstance(part, StatesValidity)]
+        stated = map(validity_of, (self.first, self.second))
         return next((one for one in stated if one != EXACT), EXACT)
 
     def bind(self, law: SamplingLaw) -> "FirstGuess":

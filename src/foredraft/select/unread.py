@@ -16,8 +16,8 @@ class Unread:
         read_to: By drafter: tokens that it has read, from the first on.
     """
 
-    def __init__(self, num_drafters: int, size: int = 0) -> None:
-        self.size, self.read_to = size, np.zeros(num_drafters)
+    def __init__(self, num_drafters: int) -> None:
+        self.size, self.read_to = 0, np.zeros(num_drafters)
 
     def start(self, size: int, shared: int = 0) -> None:
         """Begin another text of so many tokens, which begins with so many of the last one's."""
